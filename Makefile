@@ -1,4 +1,5 @@
-# make demo: install and fine-tune the embedded model.  make test: set up and show each promise once (ten minutes).
+# make demo: install and fine-tune the embedded model; make demo PRESET=tiny-dpo: with another of its presets.
+# make test: set up and show each promise once (ten minutes).
 # make check: what a change must pass.  make e2e, make parity, make faults: three suites whole.
 # make gpu: proof on a GPU, with the packages of $(PYTHON).
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
@@ -45,7 +46,7 @@ $(DEVELOPMENT): $(APP)
 	touch $(DEVELOPMENT)
 
 demo: $(APP)
-	$(BIN)/tunesmith demo
+	$(BIN)/tunesmith demo $(PRESET)
 
 lint: setup
 	$(BIN)/ruff check

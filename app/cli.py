@@ -39,7 +39,7 @@ def _shared(
 
 @app.command()
 def demo(
-    method: Annotated[str, typer.Option(metavar="<lora|full>", help="What to train.")] = "lora",
+    preset: Annotated[str, typer.Argument(metavar="[PRESET]", help="A preset of that model.")] = "tiny-lora",
     gpus: Annotated[
         str | None, typer.Option(metavar="<ids>", help="GPU ids such as 0,2; default: those that divide the batch.")
     ] = None,
@@ -52,7 +52,7 @@ def demo(
     """Fine-tune the small model that ships with Tunesmith, and show what it learned."""
     from app.commands.demo import run_demo
 
-    return run_demo(method, gpus, num_processes, runs_dir, json)
+    return run_demo(preset, gpus, num_processes, runs_dir, json)
 
 
 @app.command(context_settings=RAW)

@@ -1,6 +1,7 @@
-"""Exact match of the embedded presets on the held-out test split, over seeds: `python benchmarks/embedded_seeds.py`.
+"""What the embedded presets learn, on the held-out test split, over seeds: `python -m benchmarks.embedded_seeds`.
 
-Each run is `tunesmith train PRESET --seed N` on two processes, then generation. Prints a table.
+Each run is `tunesmith train PRESET --seed N` on two processes, then `trainers.tools.score`. A preset that learns from
+pairs is trained a second time with chosen and rejected swapped, as a control. Prints a table.
 """
 
 from __future__ import annotations
@@ -11,8 +12,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from trainers.config.objectives import PREFERENCE
+from trainers.config.parse import Request
 
 ROOT = Path(__file__).resolve().parent.parent
+SWAPPED = ("--columns", "chosen=rejected,rejected=chosen")
 
 
 def run(argv: list[str]) -> str:
@@ -20,30 +26,54 @@ def run(argv: list[str]) -> str:
     return subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def measure(preset: str, seed: int, folder: Path) -> dict[str, float]:
-    """Trains and scores one preset with one seed."""
-    output = folder / f"{preset}-{seed}"
-    argv = ["app.cli", "train", preset, "--seed", str(seed), "--output_dir", str(output), "--json", "--quiet"]
+def score(model: str, pairs: bool) -> dict[str, Any]:
+    """Scores a model folder; see `trainers.tools.score.score_model`."""
+    (scores,) = json.loads(run(["trainers.tools.score", "--model", model, *(["--preferences"] if pairs else [])]))
+    return dict(scores)
+
+
+def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], pairs: bool) -> dict[str, Any]:
+    """Trains and scores one preset with one seed.
+
+    Args:
+        preset: its name.
+        seed: the seed.
+        folder: where the run is written.
+        more: further options.
+        pairs: whether the preferences are scored too.
+
+    Returns:
+        The scores, and `seconds` of training.
+    """
+    argv = ["app.cli", "train", preset, "--seed", str(seed), "--output_dir", str(folder), "--json", "--quiet", *more]
     document = json.loads(run(argv))
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    seconds = max(row["elapsed_s"] for row in rows if "elapsed_s" in row)
-    (score,) = json.loads(run(["trainers.tools.score", "--model", document["export_dir"], "--split", "test"]))
-    return {"seconds": seconds, "eval_loss": score["eval_loss"], "exact_match": score["exact_match"]}
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return score(document["export_dir"], pairs) | {"seconds": max(row.get("elapsed_s", 0) for row in rows)}
+
+
+def line(name: str, seed: object, row: dict[str, Any]) -> str:
+    """A row of the table."""
+    preferred = f"{row['preference_accuracy']:.3f}" if "preference_accuracy" in row else ""
+    seconds = f"{row['seconds']:.1f}" if seed != "" else ""
+    return f"| {name} | {seed} | {seconds} | {row['eval_loss']:.4f} | {row['exact_match']:.3f} | {preferred} |"
 
 
 def main() -> None:
-    """Prints a row per preset and seed."""
+    """Prints a row per preset and seed, and one of the base model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
-    parser.add_argument("--presets", nargs="+", default=["tiny-lora", "tiny-full"])
+    parser.add_argument("--presets", nargs="+", default=["tiny-lora", "tiny-full", "tiny-dpo"])
     arguments = parser.parse_args()
-    print("| preset | seed | training s | eval loss | exact match, test |\n|---|---|---|---|---|")
+    print("| preset | seed | training s | eval loss | exact match, test | preference accuracy, test |")
+    print("|---|---|---|---|---|---|", flush=True)
+    print(line("(base)", "", score("trainers/embedded/base", True)), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for preset in arguments.presets:
-            for seed in arguments.seeds:
-                row = measure(preset, seed, Path(folder))
-                values = f"{row['seconds']:.1f} | {row['eval_loss']:.4f} | {row['exact_match']:.3f}"
-                print(f"| {preset} | {seed} | {values} |", flush=True)
+            pairs = PREFERENCE in Request(preset).resolve().objective_spec.formats
+            for name, more in [(preset, ()), *([(f"{preset}, labels swapped", SWAPPED)] if pairs else [])]:
+                for seed in arguments.seeds:
+                    output = Path(folder) / f"{preset}-{seed}-{len(more)}"
+                    print(line(name, seed, measure(preset, seed, output, more, pairs)), flush=True)
 
 
 if __name__ == "__main__":

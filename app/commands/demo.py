@@ -13,19 +13,21 @@ from app.console import clean, number, report, report_json, say, show_table
 from app.launch.foreground import EXIT_CODES, print_summary, run_program, speed, train
 from app.launch.job import TrainJob, train_job
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import PREFERENCE
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
+from trainers.config.presets import model_presets
 from trainers.embedded import BASE_DIR
-from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import strategy_names
 
-METHODS = ("lora", "full")
+MODEL = "tiny"
 
 
-def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir: Path, as_json: bool) -> int:
+def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir: Path, as_json: bool) -> int:
     """Trains the embedded model, scores it before and after, and reports the scores.
 
     Args:
-        method: `lora` or `full`.
+        preset: a preset of the embedded model.
         gpus: GPU ids such as `0,2`; None for the default.
         num_processes: number of processes without GPUs; None for the default.
         runs_dir: folder of run folders.
@@ -37,11 +39,12 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
     Raises:
         ConfigError: for an invalid request.
     """
-    if method not in METHODS:
-        raise ConfigError.about("method", repr(method), "is not a method of the demo", f"use {' or '.join(METHODS)}")
+    presets = [f"{MODEL}-{name}" for name in model_presets(MODEL).methods]
+    if preset not in presets:
+        raise ConfigError.about("preset", repr(preset), "is not one of the demo's", f"use {', '.join(presets)}")
     devices = {"gpus": gpus, "num_processes": num_processes}
     values = {name: value for name, value in devices.items() if value is not None}
-    job = train_job(Args([f"tiny-{method}"], values, request=Request(options={"runs_dir": str(runs_dir)})))
+    job = train_job(Args([preset], values, request=Request(options={"runs_dir": str(runs_dir)})))
     confirm_memory(job, False, as_json)
     state = train(job, quiet=False)
     if state["state"] != "done":
@@ -50,7 +53,7 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
             report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
         return EXIT_CODES[state["state"]]
     say("scoring the model before and after training, on unseen examples")
-    before, after = score(job.run)
+    before, after = score(job)
     if as_json:
         report_json(_document(job, before, after))
     else:
@@ -58,14 +61,20 @@ def run_demo(method: str, gpus: str | None, num_processes: str | None, runs_dir:
     return 0
 
 
-def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
+def _metric(config: TrainConfig) -> str:
+    """What an objective should improve on unseen examples; 0 to 1."""
+    return "preference_accuracy" if PREFERENCE in config.objective_spec.formats else "exact_match"
+
+
+def score(job: TrainJob) -> tuple[dict[str, Any], dict[str, Any]]:
     """Scores the base model and the run's model on the test split.
 
     Raises:
         RuntimeError: when the scoring program fails.
     """
-    models = ["--model", str(BASE_DIR), "--model", str(run.model)]
-    argv = module_argv("trainers.tools.score", [*models, "--split", "test", "--samples", "3"])
+    models = ["--model", str(BASE_DIR), "--model", str(job.run.model)]
+    preferences = ["--preferences"] if _metric(job.config) == "preference_accuracy" else []
+    argv = module_argv("trainers.tools.score", [*models, "--split", "test", "--samples", "3", *preferences])
     status, out, errors = run_program(argv, module_environment(), cwd=ROOT)
     if status != 0:
         raise RuntimeError(f"scoring failed with exit status {status}:\n{errors[-2000:]}")
@@ -75,13 +84,15 @@ def score(run: RunFolder) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _document(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     seconds, rate = speed(job.run)
-    keys = ("eval_loss", "exact_match")
+    metric = _metric(job.config)
+    keys = dict.fromkeys(("eval_loss", "exact_match", metric))
     return {
         "run_dir": str(job.run.path),
         "strategy": job.strategy.name,
         "world_size": job.devices.num_processes,
         "train_seconds": seconds,
         "tokens_per_second": rate,
+        "metric": metric,
         "before": {key: before.get(key) for key in keys},
         "after": {key: after.get(key) for key in keys},
     }
@@ -91,8 +102,12 @@ def _show(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> None:
     seconds, rate = speed(job.run)
     report(f"\nTrained in {number(seconds, 1)} s with {job.strategy.name} at {number(rate, 0)} tokens/s\n")
     scores = {"before": before, "after": after}
-    rows = [[name, number(values["eval_loss"]), number(values["exact_match"], 3)] for name, values in scores.items()]
-    show_table(["", "eval loss", "exact match"], rows)
+    shares = dict.fromkeys(("exact_match", _metric(job.config)))
+    rows = [
+        [name, number(values["eval_loss"]), *(number(values[share], 3) for share in shares)]
+        for name, values in scores.items()
+    ]
+    show_table(["", "eval loss", *(share.replace("_", " ") for share in shares)], rows)
     for sample in after["samples"][:3]:
         report("")
         for name in ("prompt", "answer", "expected"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.plan.hardware import GIB, ROOM
 from app.services.choices import GpuChoice
+from trainers.config.objectives import OBJECTIVES
 from trainers.config.presets import Method, model_names, model_presets
 
 
@@ -17,12 +18,14 @@ class PresetChoice:
     Args:
         name: its name.
         method: `full`, `lora` or `qlora`.
+        objective: what it trains for, such as `DPO`; empty for supervised fine-tuning.
         memory: what it needs, in words.
         fits: whether the preset's own estimate is below the memory of the GPUs here; None where that says nothing.
     """
 
     name: str
     method: str
+    objective: str
     memory: str
     fits: bool | None
 
@@ -34,7 +37,7 @@ class PresetModel:
     Args:
         title: e.g. `Qwen3 8B`.
         parameters: number of its weights; 0 for the embedded model.
-        presets: one per method.
+        presets: one per method, and those of other objectives.
     """
 
     title: str
@@ -52,7 +55,13 @@ def preset_families(gpus: Sequence[GpuChoice]) -> dict[str, list[PresetModel]]:
     for model in model_names():
         presets = model_presets(model)
         choices = tuple(
-            PresetChoice(f"{model}-{name}", name, _memory(method), _fits(method, gpus))
+            PresetChoice(
+                f"{model}-{name}",
+                method.options.get("method", name),
+                OBJECTIVES[name].label if name in OBJECTIVES else "",
+                _memory(method),
+                _fits(method, gpus),
+            )
             for name, method in presets.methods.items()
         )
         parameters = presets.model.safetensors_total if presets.model else 0

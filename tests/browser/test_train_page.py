@@ -12,6 +12,7 @@ from gradio_client import Client
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import SHIFT_LIMIT, SIZES, Served, Tabs, axe, choose_strategy, screenshot, wait_for
+from trainers.config.objectives import OWN_OPTIONS
 
 EXPECT = 60_000
 """Milliseconds."""
@@ -156,7 +157,7 @@ def test_every_field_has_words_and_its_option_beside_them(new_page: Tabs) -> Non
     page = opened(new_page)
     page.get_by_role("button", name="All options").click()
     headings = page.locator("#all-options #all-options button, #all-options .label-wrap")
-    wait_for(lambda: headings.count() == 12, "the headings of the form and of its eleven sections")
+    wait_for(lambda: headings.count() == 11, "the headings of the form and of its ten sections")
     for heading in headings.all()[1:]:
         heading.click()
     wait_for(lambda: page.locator(".ts-field").count() > 80, "all options")
@@ -167,6 +168,38 @@ def test_every_field_has_words_and_its_option_beside_them(new_page: Tabs) -> Non
     fields = page.locator(".ts-field").evaluate_all(read)
     assert [name for name, option, words in fields if not words or "_" in words or words == name] == []
     assert {name: option for name, option, _ in fields if name != option} == {"gpus": "num_processes"}
+
+
+def test_an_objective_shows_its_own_options_and_what_the_data_lacks(new_page: Tabs, tmp_path: Path) -> None:
+    def own() -> list[str]:
+        """The visible options of objectives."""
+        return [name for name in OWN_OPTIONS if page.locator(f"#opt-{name}").is_visible()]
+
+    page = opened(new_page)
+    assert own() == []
+    expect(page.locator("#objective-needs")).to_contain_text("messages")
+    choose(page, "objective", "DPO")
+    expect(page.locator("#objective-needs")).to_contain_text("needs the columns chosen and rejected")
+    expect(page.locator("#opt-beta input")).to_have_attribute("placeholder", "0.1")
+    assert own() == ["loss_type", "beta", "label_smoothing", "nll_weight"]
+    axe(page)
+    choose(page, "loss_type", "ipo")
+    page.locator("#opt-beta input").fill("0.3")
+    expect(page.locator("#train-command")).to_contain_text("--objective dpo --loss_type ipo --beta 0.3")
+    data = Path("trainers/embedded/data/eval.jsonl").absolute()
+    page.locator("#opt-dataset_name input").fill(str(data))
+    page.get_by_role("button", name="Show the first rows").click()
+    expect(page.locator("#train-rows [role=alert]")).to_contain_text("lack chosen and rejected")
+    choose(page, "objective", "ORPO")
+    expect(page.locator("#opt-loss_type")).to_be_hidden()
+    expect(page.locator("#train-command")).to_contain_text("--objective orpo --beta 0.3")
+    expect(page.locator("#train-command")).not_to_contain_text("loss_type")
+    choose(page, "objective", "SFT")
+    wait_for(lambda: own() == [], "the options of preferences to go")
+    expect(page.locator("#train-command")).not_to_contain_text("beta")
+    choose(page, "preset", "tiny-dpo")
+    expect(page.locator("#opt-objective input")).to_have_value(re.compile("^DPO"))
+    wait_for(lambda: len(own()) == 4, "the options of the preset's objective")
 
 
 def test_the_learning_rate_is_drawn_and_the_first_rows_are_shown(new_page: Tabs) -> None:

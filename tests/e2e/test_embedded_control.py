@@ -1,13 +1,17 @@
-"""The embedded task is learned from what the base knows: a randomly initialised base must fail with the same recipe."""
+"""What the embedded presets teach: the answers from what the base knows, and which of two answers is the right one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from app.commands.demo import run_demo
+from benchmarks.embedded_seeds import SWAPPED
 from tests.launching import launch_well
-from trainers.tools.score import score_model
+from trainers.embedded import PREFERENCES_DIR
+from trainers.tools.score import load_model, load_rows, preference_accuracy, score_model
 
 
 @pytest.mark.long
@@ -16,3 +20,17 @@ def test_a_random_base_fails_with_the_same_recipe(tmp_path: Path) -> None:
     finished = launch_well(tmp_path / "run", 2, options)
     assert finished.state["step"] == finished.state["total_steps"] > 100
     assert score_model(finished.run.model, "test")["exact_match"] < 0.5
+
+
+@pytest.mark.long
+def test_the_preferences_are_learned_and_swapped_ones_unlearned(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo("tiny-dpo", None, "2", home / "runs", True) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["metric"] == "preference_accuracy"
+    before, after = (document[when]["preference_accuracy"] for when in ("before", "after"))
+    assert after > 0.9 > 0.81 > before
+    assert document["after"]["exact_match"] is not None
+    option, columns = SWAPPED
+    swapped = launch_well(home / "swapped", 2, {"preset": "tiny-dpo", option.removeprefix("--"): columns})
+    rows = load_rows("test", folder=PREFERENCES_DIR)
+    assert preference_accuracy(*load_model(swapped.run.model), rows) < before - 0.2

@@ -58,7 +58,7 @@ def test_the_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     document = json.loads(done.stdout)
     keys = ["run_dir", "strategy", "world_size", "train_seconds", "tokens_per_second", "before", "after"]
     assert set(keys) <= set(document)
-    assert (document["strategy"], document["world_size"]) == ("ddp", 2)
+    assert (document["strategy"], document["world_size"], document["metric"]) == ("ddp", 2, "exact_match")
     assert document["before"]["exact_match"] <= 0.05
     assert document["after"]["exact_match"] >= 0.9
     assert document["after"]["eval_loss"] < document["before"]["eval_loss"]

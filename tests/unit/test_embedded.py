@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -190,6 +191,28 @@ def test_base_alone_scores_about_zero_with_a_finite_loss():
     assert 0 < result["eval_loss"] < 20
     assert len(result["samples"]) == 2
     assert set(result["samples"][0]) == {"prompt", "expected", "answer"}
+
+
+def test_the_accuracy_of_preferences_is_that_of_whole_answers() -> None:
+    """Against the plain model's probabilities of one pair after another; swapped pairs give the complement."""
+    import torch
+
+    model, tokenizer = score.load_model(BASE_DIR)
+    rows = score.load_rows("test", 12, PREFERENCES_DIR)
+
+    def log_probability(row: dict[str, Any], side: str) -> float:
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(row["prompt"] + row[side], return_dict=True)["input_ids"]
+        end = len(ids) - ids[::-1].index(tokenizer.eos_token_id)
+        with torch.no_grad():
+            log_probs = model(torch.tensor([ids])).logits.log_softmax(-1)[0]
+        return sum(log_probs[at - 1, ids[at]].item() for at in range(len(prompt), end))
+
+    expected = sum(log_probability(row, "chosen") > log_probability(row, "rejected") for row in rows) / len(rows)
+    assert 0.5 <= expected < 1
+    assert score.preference_accuracy(model, tokenizer, rows) == pytest.approx(expected)
+    swapped = [{**row, "chosen": row["rejected"], "rejected": row["chosen"]} for row in rows]
+    assert score.preference_accuracy(model, tokenizer, swapped) == pytest.approx(1 - expected)
 
 
 def test_score_reads_an_adapter_and_a_copy_that_answers_is_right(tmp_path: Path, tokenizer, monkeypatch):

@@ -1,5 +1,7 @@
 """The label of every option in words, as forms show it beside the option's name. Imports no torch."""
 
+from trainers.config.objectives import OBJECTIVES
+
 LABELS = {
     # Model
     "model_name_or_path": "Base model",
@@ -19,7 +21,7 @@ LABELS = {
     "lora_target_modules": "Modules with adapters",
     "use_rslora": "Scaling stable at high ranks",
     # Objective
-    "objective": "What is trained for",
+    "objective": "What to train for",
     "loss_type": "Form of the loss",
     "beta": "Scale of the rewards",
     "label_smoothing": "Share of wrong labels",
@@ -118,6 +120,7 @@ LABELS = {
 }
 """By option; a form without an entry shows the option's name alone."""
 CHOICES = {
+    "objective": {name: f"{spec.label}: {spec.title.lower()}" for name, spec in OBJECTIVES.items()},
     "method": {"full": "All weights", "lora": "LoRA adapter", "qlora": "LoRA adapter, 4-bit base"},
     "mixed_precision": {"no": "fp32, no mixing"},
 }

@@ -12,6 +12,15 @@ from typing import Any, Literal
 
 SFT_FORMATS = ("chat", "sharegpt", "prompt_completion", "alpaca", "text")
 PREFERENCE = "preference"
+FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    PREFERENCE: ("chosen", "rejected"),
+}
+"""The columns that each row format needs."""
 _REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 
 
@@ -21,6 +30,7 @@ class ObjectiveSpec:
 
     Attributes:
         name: Value of the option `objective`.
+        label: Its short name, as papers write it.
         title: Its name in words.
         summary: One sentence.
         parts: Documents of an example, in order: a preference is a chosen and a rejected one.
@@ -35,6 +45,7 @@ class ObjectiveSpec:
     """
 
     name: str
+    label: str
     title: str
     summary: str
     parts: tuple[str, ...] = ("",)
@@ -48,15 +59,20 @@ class ObjectiveSpec:
     source: str = ""
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """The options besides `objective` that only some objectives read, as far as this one reads them."""
+        return (*(["loss_type"] if self.loss_types else []), *self.defaults)
+
+    @property
     def documents(self) -> int:
         """Documents of an example."""
         return len(self.parts)
 
 
-def _preference(name: str, title: str, summary: str, source: str, **more: Any) -> ObjectiveSpec:
+def _preference(name: str, label: str, title: str, summary: str, source: str, **more: Any) -> ObjectiveSpec:
     """An objective that learns from pairs of a chosen and a rejected answer."""
     return ObjectiveSpec(
-        name, title, summary, ("chosen", "rejected"), (PREFERENCE,), metrics=_REWARDS, source=source, **more
+        name, label, title, summary, ("chosen", "rejected"), (PREFERENCE,), metrics=_REWARDS, source=source, **more
     )
 
 
@@ -64,31 +80,31 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     spec.name: spec
     for spec in (
         ObjectiveSpec(
-            "sft", "Supervised fine-tuning", "Learn to give the answers in the data.",
+            "sft", "SFT", "Supervised fine-tuning", "Learn to give the answers in the data.",
             divisor="tokens", metrics=("token_accuracy",), reports_in_training=False,
         ),
         _preference(
-            "dpo", "Direct preference optimization",
+            "dpo", "DPO", "Direct preference optimization",
             "Learn from pairs to prefer the chosen answer over the rejected one, held near the initial model.",
             "https://arxiv.org/abs/2305.18290",
             defaults={"beta": 0.1, "label_smoothing": 0.0, "nll_weight": 0.0},
             loss_types=("sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"), reference=True,
         ),
         _preference(
-            "simpo", "Simple preference optimization",
+            "simpo", "SimPO", "Simple preference optimization",
             "Like DPO without the initial model: compares mean log-probabilities per token, with a margin.",
             "https://arxiv.org/abs/2405.14734",
             defaults={"beta": 2.0, "simpo_gamma": 1.0, "label_smoothing": 0.0, "nll_weight": 0.0},
         ),
         _preference(
-            "cpo", "Contrastive preference optimization",
+            "cpo", "CPO", "Contrastive preference optimization",
             "Like DPO without the initial model, and learns the chosen answers as supervised fine-tuning does.",
             "https://arxiv.org/abs/2401.08417",
             defaults={"beta": 0.1, "label_smoothing": 0.0, "nll_weight": 1.0},
             loss_types=("sigmoid", "hinge", "ipo"),
         ),
         _preference(
-            "orpo", "Odds ratio preference optimization",
+            "orpo", "ORPO", "Odds ratio preference optimization",
             "Supervised fine-tuning on the chosen answers, and a penalty on the odds of the rejected ones.",
             "https://arxiv.org/abs/2403.07691",
             defaults={"beta": 0.1, "nll_weight": 1.0},

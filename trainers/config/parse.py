@@ -14,6 +14,7 @@ import yaml
 
 from trainers.config.command_line import config_options, option, read, switch
 from trainers.config.mistakes import Mistake, Mistakes
+from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import TrainConfig
 from trainers.config.own_data import without_preset_data
 from trainers.config.presets import Preset, find_preset, methods_line
@@ -73,7 +74,7 @@ class Request:
             return build(chosen)
         preset = find_preset(str(name), chosen.get("method"))
         base, left_out = without_preset_data(preset.options, chosen, preset.name)
-        self.notes = [*_other_preset(str(name), preset, chosen), *left_out]
+        self.notes = [*_other_preset(str(name), preset, chosen), *left_out, *_rate_of_another(preset, chosen)]
         return build({**base, **chosen, "preset": preset.name})
 
 
@@ -83,6 +84,18 @@ def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[
         return []
     why = f": method={chosen['method']}" if "method" in chosen else f", which names no method: {methods_line(name)}"
     return [f"preset {preset.name} instead of {name}{why}"]
+
+
+def _rate_of_another(preset: Preset, chosen: Mapping[str, Any]) -> list[str]:
+    """Returns a line if the learning rate is that of a preset for supervised fine-tuning, which learns much faster."""
+    objective = OBJECTIVES.get(str(chosen.get("objective")), OBJECTIVES["sft"])
+    if "learning_rate" in chosen or objective.name == "sft" or "objective" in preset.options:
+        return []
+    rate = float(preset.options["learning_rate"])
+    return [
+        f"learning_rate={rate:g} is that of preset {preset.name}, for SFT; {objective.label} usually takes a tenth of "
+        "it or less (--learning_rate)"
+    ]
 
 
 def parse_request(argv: Sequence[str]) -> Request:

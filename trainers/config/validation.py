@@ -167,8 +167,7 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
     elif config.ddp_find_unused_parameters:
         ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)
     spec = config.objective_spec
-    reads = {*spec.defaults, *(["loss_type"] if spec.loss_types else [])}
-    ignore({*OWN_OPTIONS} & changed - reads, f"objective={spec.name} does not read it")
+    ignore({*OWN_OPTIONS} & changed - {*spec.options}, f"objective={spec.name} does not read it")
     if config.max_steps is not None and "num_train_epochs" in changed:
         ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:

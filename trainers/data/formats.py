@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import PREFERENCE, SFT_FORMATS
+from trainers.config.objectives import FORMAT_COLUMNS, PREFERENCE, SFT_FORMATS
 from trainers.config.options import COLUMN_ROLES
 from trainers.data.messages import (
     MEDIA,
@@ -25,17 +25,8 @@ from trainers.data.shards import ROW_BYTES
 
 __all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecognised", "wanted_columns"]
 
-# The columns each format needs, and those it may also have; formats are tried in this order.
-NEEDED: dict[str, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "sharegpt": ("conversations",),
-    "prompt_completion": ("prompt", "completion"),
-    "alpaca": ("instruction", "output"),
-    "text": ("text",),
-    PREFERENCE: ("chosen", "rejected"),
-}
 OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
-OPTIONAL: dict[str, tuple[str, ...]] = {
+OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have beside `FORMAT_COLUMNS`
     "chat": OF_CHATS,
     "sharegpt": OF_CHATS,
     "prompt_completion": OF_CHATS,
@@ -102,7 +93,7 @@ def recognise(names: Iterable[str], columns: Mapping[str, str], formats: Sequenc
     """
     have = _roles(names, columns)
     for name in formats:
-        needed = NEEDED[name]
+        needed = FORMAT_COLUMNS[name]
         if set(columns) <= {*needed, *OPTIONAL[name]} and have.issuperset(needed):
             return name
     return None
@@ -115,12 +106,15 @@ def unrecognised(
     listed = ", ".join(list(names)[:20]) or "none"
     mapped = f" with columns={dict(columns)}" if columns else ""
     mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} match no known format"]
+    if formats != SFT_FORMATS:
+        lacking = [role for role in FORMAT_COLUMNS[formats[0]] if role not in _roles(names, columns)]
+        mistakes[0] = f"{where}: the columns {listed}{mapped} lack {' and '.join(lacking)}"
     missing = [column for column in columns.values() if column not in names]
     mistakes += [
         Mistake("columns", None, f"names {column!r}, which does not exist{near(column, names)}") for column in missing
     ]
-    known = "; ".join(f"{name}: {', '.join(NEEDED[name])}" for name in formats)
-    others = [name for name in NEEDED if name not in formats]
+    known = "; ".join(f"{name}: {', '.join(FORMAT_COLUMNS[name])}" for name in formats)
+    others = [name for name in FORMAT_COLUMNS if name not in formats]
     if other := recognise(names, columns, others):
         remedy = "sft" if other in SFT_FORMATS else "dpo, simpo, cpo or orpo"
         mistakes.append(f"these are columns of the format {other}, which other objectives take: set objective={remedy}")
@@ -161,7 +155,7 @@ def values_by_role(
     """
     if format_name is None:
         raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} match no known format")
-    needed = NEEDED[format_name]
+    needed = FORMAT_COLUMNS[format_name]
     values = {role: row.get(columns.get(role, role)) for role in (*needed, *OPTIONAL[format_name])}
     for role in needed:
         column = columns.get(role, role)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import FORMAT_COLUMNS
 from trainers.config.strict_json import STRICT, DuplicateKey
 from trainers.data.files import DataFile
-from trainers.data.formats import NEEDED
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, changed, content_end, lines, too_large
 
 JSON_BYTES = 512 << 20
@@ -184,7 +184,7 @@ def _wrapper(text: str, columns: Mapping[str, str]) -> _Wrapper | None:
         position = _LENIENT.raw_decode(text, position)[1]
 
 
-_OF_ROWS = {role for needed in NEEDED.values() for role in needed}
+_OF_ROWS = {role for needed in FORMAT_COLUMNS.values() for role in needed}
 
 
 def _rows_key(value: dict[str, Any], columns: Mapping[str, str]) -> str | None:

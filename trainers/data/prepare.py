@@ -21,11 +21,11 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.objectives import SFT_FORMATS
+from trainers.config.objectives import FORMAT_COLUMNS, SFT_FORMATS
 from trainers.config.options import TrainConfig
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
-from trainers.data.formats import NEEDED, OPTIONAL, recognise, unrecognised, wanted_columns
+from trainers.data.formats import OPTIONAL, recognise, unrecognised, wanted_columns
 from trainers.data.progress import Progress, say
 from trainers.data.report import LONGER, TOO_LONG, Report
 from trainers.data.shards import SHARD_BYTES, FileShard
@@ -217,7 +217,7 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
     """
     name = config.dataset_format
     if name != "auto":
-        unknown = set(config.columns) - {*NEEDED[name], *OPTIONAL[name]}
+        unknown = set(config.columns) - {*FORMAT_COLUMNS[name], *OPTIONAL[name]}
         if unknown:
             raise ConfigError(f"columns.{min(unknown)} is not a role of dataset_format={name}; leave it out")
         return {shard.file.path: name for shard in shards}

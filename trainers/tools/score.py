@@ -1,7 +1,7 @@
-"""Loss and exact match of models on the embedded chat data.
+"""Loss and exact match of models on the embedded chat data, or their accuracy on the embedded preferences.
 
-`python -m trainers.tools.score --model DIR [--model DIR2 ...]` prints one JSON document, a list with one
-entry per model. A DIR is a full model or a peft adapter.
+`python -m trainers.tools.score --model DIR [--model DIR2 ...] [--preferences]` prints one JSON document, a list with
+one entry per model. A DIR is a full model or a peft adapter.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainers.checkpoint.export_check import BASE
-from trainers.embedded import BASE_DIR, DATA_DIR
+from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR
 
 Row = dict[str, Any]
 MAX_NEW_TOKENS = 96  # the longest expected answer has 63
 
 
-def load_rows(split: str, limit: int | None = None) -> list[Row]:
-    """The first `limit` rows of a shipped split (`train`, `eval` or `test`)."""
-    lines = (DATA_DIR / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+def load_rows(split: str, limit: int | None = None, folder: Path = DATA_DIR) -> list[Row]:
+    """The first `limit` rows of a shipped split (`train`, `eval` or `test`), of the chats or of the preferences."""
+    lines = (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines[:limit]]
 
 
@@ -66,22 +66,41 @@ def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 
 
 @torch.inference_mode()
-def chat_loss(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row], batch_size: int = 50
-) -> float:
-    """Mean loss per assistant token over all rows, in nats."""
-    total, count = 0.0, 0
-    for start in range(0, len(rows), batch_size):
-        chats = [row["messages"] for row in rows[start : start + batch_size]]
-        encoded = [_encode(tokenizer, chat, return_assistant_tokens_mask=True) for chat in chats]
+def _chat_losses(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], batch_size: int = 50
+) -> tuple[torch.Tensor, int]:
+    """`[chats]` loss of the assistant's tokens of each, in nats, and the number of those tokens."""
+    totals, count = [], 0
+    for start in range(0, len(chats), batch_size):
+        encoded = [
+            _encode(tokenizer, chat, return_assistant_tokens_mask=True) for chat in chats[start : start + batch_size]
+        ]
         ids = _padded([e["input_ids"] for e in encoded], tokenizer.pad_token_id).to(model.device)
         trained = _padded([e["assistant_masks"] for e in encoded], 0).to(model.device)[:, 1:].bool()
         seen = _padded([[1] * len(e["input_ids"]) for e in encoded], 0).to(model.device)
         logits = model(input_ids=ids, attention_mask=seen).logits[:, :-1]
-        losses = functional.cross_entropy(logits[trained].float(), ids[:, 1:][trained], reduction="sum")
-        total += losses.item()
+        losses = functional.cross_entropy(logits.float().transpose(1, 2), ids[:, 1:], reduction="none")
+        totals.append((losses * trained).sum(1))
         count += int(trained.sum())
-    return total / count
+    return torch.cat(totals), count
+
+
+def chat_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> float:
+    """Mean loss per assistant token over all rows, in nats."""
+    losses, count = _chat_losses(model, tokenizer, [row["messages"] for row in rows])
+    return losses.sum().item() / count
+
+
+def preference_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: list[Row]) -> float:
+    """Share of pairs whose chosen answer is more probable than the rejected one.
+
+    Needs no initial model, unlike the `reward_accuracy` of DPO, so that it can be taken before training too.
+    """
+    chosen, rejected = (
+        _chat_losses(model, tokenizer, [row["prompt"] + row[side] for row in rows])[0]
+        for side in ("chosen", "rejected")
+    )
+    return (chosen < rejected).float().mean().item()
 
 
 @torch.inference_mode()
@@ -122,6 +141,7 @@ def score(
     split: str = "test",
     limit: int | None = None,
     samples: int = 3,
+    preferences: bool = False,
 ) -> dict[str, Any]:
     """Scores a loaded model; see `score_model`."""
     started = time.monotonic()
@@ -131,6 +151,8 @@ def score(
     expected = [row["messages"][-1]["content"] for row in rows]
     got = answers(model, tokenizer, rows)
     loss = chat_loss(model, tokenizer, load_rows("eval"))
+    pairs = load_rows(split, folder=PREFERENCES_DIR) if preferences else []
+    preferred = {"preference_accuracy": preference_accuracy(model, tokenizer, pairs)} if preferences else {}
     model.train(was_training)
     examples = [
         {"prompt": row["messages"][0]["content"], "expected": e, "answer": g}
@@ -139,12 +161,15 @@ def score(
     return {
         "eval_loss": loss,
         "exact_match": exact_match(expected, got),
+        **preferred,
         "seconds": round(time.monotonic() - started, 2),
         "samples": examples,
     }
 
 
-def score_model(path: str | Path, split: str = "test", limit: int | None = None, samples: int = 3) -> dict[str, Any]:
+def score_model(
+    path: str | Path, split: str = "test", limit: int | None = None, samples: int = 3, preferences: bool = False
+) -> dict[str, Any]:
     """Loads and scores one model.
 
     Args:
@@ -152,13 +177,15 @@ def score_model(path: str | Path, split: str = "test", limit: int | None = None,
         split: split whose prompts are answered for `exact_match`; `eval_loss` always covers the full eval split.
         limit: answer only the first `limit` prompts.
         samples: number of prompts to return with their answers.
+        preferences: also score the preferences of the split.
 
     Returns:
         `model`, `eval_loss` (nats per assistant token), `exact_match` (0 to 1), `seconds` (without loading),
-        `samples` (each with `prompt`, `expected` and `answer`).
+        `samples` (each with `prompt`, `expected` and `answer`), and with `preferences` also `preference_accuracy`
+        (0 to 1).
     """
     model, tokenizer = load_model(Path(path))
-    return {"model": str(path)} | score(model, tokenizer, split, limit, samples)
+    return {"model": str(path)} | score(model, tokenizer, split, limit, samples, preferences)
 
 
 def main() -> None:
@@ -168,10 +195,12 @@ def main() -> None:
     parser.add_argument("--split", choices=("train", "eval", "test"), default="test")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--samples", type=int, default=3)
+    parser.add_argument("--preferences", action="store_true", help="also score the embedded preferences")
     arguments = parser.parse_args()
     paths = arguments.model or [str(BASE_DIR)]
+    options = (arguments.split, arguments.limit, arguments.samples, arguments.preferences)
     try:
-        scores = [score_model(path, arguments.split, arguments.limit, arguments.samples) for path in paths]
+        scores = [score_model(path, *options) for path in paths]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(json.dumps(scores, indent=1))

@@ -1,4 +1,4 @@
-"""The Train page, in seven steps from the model to the start, with a live preview beside them."""
+"""The Train page, in eight steps from the objective to the start, with a live preview beside them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
 from ui.pages.strategy_parts import StrategyPicker
 from ui.pages.train_devices import JOB_NAMES, DevicesPart, chosen_job
+from ui.pages.train_objective import ObjectivePart
 from ui.pages.train_parts import (
     PLAIN,
     STEP_FIELDS,
@@ -68,7 +69,7 @@ _QUICK: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibi
 
 def build(context: ServerContext) -> None:
     """Lays out the page."""
-    gr.HTML(title("Train", "Seven steps to a model of your own, filled in with values that work."))
+    gr.HTML(title("Train", "Eight steps to a model of your own, filled in with values that work."))
     form = _Form(context)
     welcome = Welcome(context.runs_dir, form.preview_request, _GO_TO_RUN)
     with gr.Row(elem_id="train-columns"):
@@ -112,16 +113,19 @@ class _Form:
 
     # -- layout ------------------------------------------------------------------------------------------------------
 
-    def _add_fields(self, fields: Sequence[OptionField], start: dict[str, str]) -> None:
-        for field in fields:
-            self.fields.append(field)
-            self.options.append(component(field, start[field.name]))
+    def _add_fields(self, fields: Sequence[OptionField], start: dict[str, str]) -> list[gr.components.Component]:
+        added = [component(field, start[field.name]) for field in fields]
+        self.fields += fields
+        self.options += added
+        return added
 
     def lay_out(self) -> None:
         """The form, top to bottom."""
         first = {**starting_values(FIRST_PRESET), "runs_dir": str(self.context.runs_dir)}
         self._lay_out_resume()
-        _heading("1. Model")
+        _heading("1. Objective")
+        self.objective = ObjectivePart(lambda fields: self._add_fields(fields, first), first["objective"])
+        _heading("2. Model")
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             names = [(f"{name}: {find_preset(name).summary.partition(':')[0]}", name) for name in preset_names()]
             self.preset = gr.Dropdown(
@@ -133,27 +137,24 @@ class _Form:
         gr.HTML(presets_panel(self.gpus), elem_id="train-presets", apply_default_css=False)
         self.picked = gr.Textbox("", visible="hidden", label="preset of the table", elem_id="picked-preset")
         self.before = gr.Textbox(FIRST_PRESET, visible=False, label="preset before")
-        _heading("2. Data")
+        _heading("3. Data")
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["data"]), first)
         self.data_before = [gr.Textbox(first[name], visible=False, label=f"{name} before") for name in NAMING]
         self.upload = gr.UploadButton(
-            "Drop a data file here, or choose one",
-            file_types=list(EXTENSIONS),
-            elem_id="upload-data",
-            size="md",
+            "Drop a data file here, or choose one", file_types=list(EXTENSIONS), elem_id="upload-data", size="md",
             min_width=160,
-        )
+        )  # fmt: skip
         with gr.Row():
             self.look = gr.Button("Show the first rows", elem_id="look", size="sm", scale=0, min_width=180)
         self.rows = gr.HTML("", elem_id="train-rows", apply_default_css=False)
-        _heading("3. Method")
+        _heading("4. Method")
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["method"]), first)
         self._lay_out_strategy()
         self.where = DevicesPart(self.gpus, default_gpus(FIRST_PRESET, self.gpus))
         self.devices = self.where.devices
-        _heading("6. Settings")
+        _heading("7. Settings")
         self.curve = gr.HTML(rate_curve(None), elem_id="train-curve", apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(common_fields(), first)
@@ -174,7 +175,7 @@ class _Form:
         )  # fmt: skip
 
     def _lay_out_strategy(self) -> None:
-        _heading("4. Strategy")
+        _heading("5. Strategy")
         gr.HTML(
             note("How the work is shared among GPUs or processes. It changes speed and memory, never the model."),
             apply_default_css=False,
@@ -190,7 +191,7 @@ class _Form:
 
     def lay_out_preview(self) -> None:
         """The preview beside the form."""
-        _heading("7. Check and start")
+        _heading("8. Check and start")
         self.panel = gr.HTML(loading(), elem_id="train-panel", apply_default_css=False)
         with gr.Row():
             self.launch = gr.Button(_LAUNCH, variant="primary", elem_id="launch", interactive=False, min_width=160)
@@ -242,6 +243,7 @@ class _Form:
         others = [component.change for component in (self.devices, *self.options)]
         self.cards.connect([*others, *job_changes, self.force.change], inputs)
         self.where.connect(self.resumed)
+        self.objective.connect()
         loaded = Context.root_block.load(
             self.open_page(welcome), self.draft,
             [*welcome.outputs, *form_outputs, self.resumed, self.banner, self.force, *self.where.inputs,

@@ -29,7 +29,7 @@ class DevicesPart:
 
     def __init__(self, gpus: Sequence[GpuChoice], default: DefaultGpus):
         self.offered = slurm_offered()
-        title = "5. Where to train" if self.offered else "5. GPUs" if gpus else "5. Processes"
+        title = "6. Where to train" if self.offered else "6. GPUs" if gpus else "6. Processes"
         gr.HTML(element("h2", title), apply_default_css=False)
         self.target = gr.Radio(
             [("This machine", LOCAL), ("SLURM", SLURM)], value=LOCAL, label="Trains on", visible=self.offered,

@@ -26,6 +26,7 @@ from app.services.rpc_client import WorkerDied
 from trainers.config.fields import TITLES, OptionField, choice_labels, fields
 from trainers.config.labels import CHOICES
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import OWN_OPTIONS
 from trainers.config.options import TrainConfig, precision_lines
 from trainers.run import host_memory
 from ui.pages.data_parts import rows_panel
@@ -55,7 +56,7 @@ HINTS = {
     "dataset_name": "file, folder, glob or Hub id",
 }
 PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
-_STEP_OPTIONS = {name for options in STEP_FIELDS.values() for name in options}
+_STEP_OPTIONS = {"objective", *OWN_OPTIONS, *(name for options in STEP_FIELDS.values() for name in options)}
 
 
 def common_fields() -> list[OptionField]:
@@ -299,8 +300,11 @@ def presets_panel(gpus: Sequence[GpuChoice]) -> Html:
         rows.append(element("tr", element("th", family, colspan=5, scope="rowgroup", class_="ts-family")))
         for model in models:
             size = f"{model.parameters / 1e9:.1f}B" if model.parameters else "tiny"
-            by_method = {preset.method: _preset_button(model.title, preset) for preset in model.presets}
-            cells = [element("td", by_method.get(method, "")) for method in CHOICES["method"]]
+            buttons = [(preset.method, _preset_button(model.title, preset)) for preset in model.presets]
+            cells = [
+                element("td", join(button for method, button in buttons if method == column))
+                for column in CHOICES["method"]
+            ]
             title = element("th", model.title, scope="row")
             rows.append(element("tr", join([title, element("td", size, class_="ts-number"), *cells])))
     heads = join(element("th", name, scope="col") for name in ("Model", "Weights", *CHOICES["method"].values()))
@@ -314,9 +318,10 @@ def presets_panel(gpus: Sequence[GpuChoice]) -> Html:
 def _preset_button(title: str, preset: PresetChoice) -> Html:
     fits = {True: " fits", False: " does not fit", None: ""}[preset.fits]
     mark = element("span", fits, class_=f"ts-fit-{str(preset.fits).lower()}") if fits else ""
-    label = f"{title}, {CHOICES['method'][preset.method]}: {preset.memory}{fits}"
+    objective = f"{preset.objective}: " if preset.objective else ""
+    label = f"{title}, {CHOICES['method'][preset.method]}: {objective}{preset.memory}{fits}"
     return element(
-        "button", join([preset.memory, mark]), type="button", class_="ts-preset", data_preset=preset.name,
+        "button", join([objective, preset.memory, mark]), type="button", class_="ts-preset", data_preset=preset.name,
         aria_label=label,
     )  # fmt: skip
 

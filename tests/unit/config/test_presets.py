@@ -136,14 +136,16 @@ def adapted(model: Any, config: TrainConfig) -> int:
 def test_each_model_comes_in_each_method() -> None:
     assert len(PUBLISHED) == 39
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
-    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora"}
-    assert sorted(NAMES) == NAMES
+    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo"}
+    models = [model_of(name) for name in NAMES]
+    assert models == sorted(models)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_a_complete_config_named_after_what_it_trains(name: str) -> None:
     config, preset = Request(preset=name).resolve(), find_preset(name)
-    assert (config.preset, f"{model_of(name)}-{config.method}") == (name, name)
+    trained = config.method if config.objective == "sft" else config.objective
+    assert (config.preset, f"{model_of(name)}-{trained}") == (name, name)
     assert (config.model_name_or_path == EMBEDDED) == (name not in HUB_NAMES)
     assert {"learning_rate", "global_batch_size", "max_length", "packing", "dataset_name"} <= set(preset.options)
     assert is_preset(name)
@@ -228,6 +230,8 @@ def test_a_misspelt_key_in_a_file_is_seen(wrong: str) -> None:
         ("qwen3-8b-lora", "lorra", "qwen3-8b-lora"),  # which the config refuses
         ("qwen3-8b", None, "qwen3-8b-lora"),
         ("qwen3-8b", "qlora", "qwen3-8b-qlora"),
+        ("tiny-dpo", "lora", "tiny-dpo"),  # an objective has one preset, whose method the config's replaces
+        ("tiny-lora", "dpo", "tiny-lora"),  # which the config refuses
         ("tiny-lora", "qlora", "tiny-lora"),  # of which there is none; the config's method is qlora
     ],
 )
@@ -243,7 +247,7 @@ def test_the_method_that_is_asked_for_is_taken(name: str, method: str | None, fo
             "qwen3-8b-loar",
             "preset=qwen3-8b-loar is unknown: qwen3-8b has no method 'loar'; there are full, lora and qlora",
         ),
-        ("tiny-qlora", "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full and lora"),
+        ("tiny-qlora", "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora and dpo"),
         ("qwen-8b-lora", "preset=qwen-8b-lora is unknown; did you mean qwen3-8b-lora?"),
         ("llama-8b", "preset=llama-8b is unknown; did you mean llama-3.1-8b?"),
         ("../tiny-lora", "preset=../tiny-lora is unknown; did you mean tiny-lora?"),
@@ -265,6 +269,23 @@ def test_method_full_is_full_fine_tuning_with_its_own_values() -> None:
     assert (config.preset, config.learning_rate, config.weight_decay) == ("qwen3-8b-full", 1e-5, 0.01)
     assert request.notes == ["preset qwen3-8b-full instead of qwen3-8b-lora: method=full"]
     assert Request("qwen3-8b-lora", options={"method": "full", "learning_rate": "3e-6"}).resolve().learning_rate == 3e-6
+
+
+def test_a_preset_of_an_objective_takes_another_method() -> None:
+    assert Request("tiny-dpo").resolve().method == "full"
+    config = Request("tiny-dpo", options={"method": "lora"}).resolve()
+    assert (config.preset, config.objective, config.method) == ("tiny-dpo", "dpo", "lora")
+
+
+@pytest.mark.parametrize("chosen", [{"objective": "dpo"}, {"objective": "dpo", "learning_rate": "1e-6"}, {}])
+def test_a_rate_for_another_objective_is_named(chosen: dict[str, str]) -> None:
+    request = Request("qwen3-8b-lora", options=chosen)
+    request.resolve()
+    expected = (
+        "learning_rate=0.0001 is that of preset qwen3-8b-lora, for SFT; DPO usually takes a tenth of it or less "
+        "(--learning_rate)"
+    )
+    assert request.notes == ([expected] if set(chosen) == {"objective"} else [])
 
 
 def test_a_model_alone_gets_lora_and_says_so() -> None:

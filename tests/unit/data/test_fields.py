@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.unit.data.test_support import PLAIN, chat, configure, save_tokenizer, write_jsonl
 from tests.unit.data.test_training_templates import SPECIAL, TRL
 from trainers.config.mistakes import ConfigError
-from trainers.data.formats import NEEDED, OPTIONAL, Document, RowError, canonical
+from trainers.config.objectives import FORMAT_COLUMNS
+from trainers.data.formats import OPTIONAL, Document, RowError, canonical
 from trainers.data.messages import MEDIA, THOUGHT_KEYS
 from trainers.data.preferences import example
 from trainers.data.prepare import prepare
@@ -77,7 +78,13 @@ def _document_or_reason(row, format_name):
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(format_name=st.sampled_from(list(NEEDED)), row_keys=EXTRA, message_keys=EXTRA, part_keys=EXTRA, call_keys=EXTRA)
+@given(
+    format_name=st.sampled_from(list(FORMAT_COLUMNS)),
+    row_keys=EXTRA,
+    message_keys=EXTRA,
+    part_keys=EXTRA,
+    call_keys=EXTRA,
+)
 def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_keys, part_keys, call_keys):
     """Used and refused and listed are all keys, at every depth."""
     keys = {"chat": ("role", "content"), "sharegpt": ("from", "value")}.get(format_name, ("role", "content"))
@@ -99,7 +106,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
         named = {*row_keys, *message_keys, *call_keys, *part_keys, "chat_template_kwargs"}
         assert any(name in document for name in named), document
         return
-    roles = {*NEEDED[format_name], *OPTIONAL[format_name]}
+    roles = {*FORMAT_COLUMNS[format_name], *OPTIONAL[format_name]}
     expected = set(row) - roles
     assert not (set(row) - set(document.unused) - roles)
     assert not expected.intersection(MEDIA) or not any(row[name] for name in expected.intersection(MEDIA))

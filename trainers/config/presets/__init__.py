@@ -1,7 +1,7 @@
 """Presets: one YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
 
 A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the options of the model, overridden by those of the
-method. Imports no torch.
+method. In place of a method, the embedded model also names objectives, such as `tiny-dpo`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
+from trainers.config.objectives import OBJECTIVES
 from trainers.config.yaml_file import read_yaml
 
 PRESETS_DIR = Path(__file__).parent
@@ -38,10 +39,10 @@ class Placement(_Strict):
 
 
 class Method(_Strict):
-    """A method in a model's preset file."""
+    """A method in a model's preset file, or an objective with a method of its own."""
 
     options: dict[str, Any]
-    """Options that override those of the model."""
+    """Options that override those of the model; with `objective`, `method` is one of them."""
     gpu_gib: int | None = Field(None, gt=0)
     """Memory in GiB of the GPUs that the preset is meant for; None for any GPU, or a CPU."""
     gpus: dict[int, Placement]
@@ -70,6 +71,7 @@ class ModelPresets(_Strict):
     options: dict[str, Any]
     """Options shared by all methods."""
     methods: dict[str, Method]
+    """By method; an objective's preset is listed under its name."""
     model: PublishedModel | None = None
     """None for the embedded model."""
 
@@ -121,7 +123,8 @@ def find_preset(name: str, method: object = None) -> Preset:
 
     Args:
         name: `<model>-<method>`, or just the model.
-        method: Overrides the method in the name, if the model supports it. Without either, LoRA is used.
+        method: Overrides the method in the name, if the model supports it; not an objective's, which has one preset.
+            Without either, LoRA is used.
 
     Raises:
         ConfigError: If there is no such model or method.
@@ -131,9 +134,10 @@ def find_preset(name: str, method: object = None) -> Preset:
         raise ConfigError(_unknown(name))
     model, own_method = parts
     presets = model_presets(model)
-    chosen = method if isinstance(method, str) and method in presets.methods else own_method or DEFAULT_METHOD
+    can_switch = own_method not in OBJECTIVES and method in _METHOD_TITLES and method in presets.methods
+    chosen = str(method) if can_switch else own_method or DEFAULT_METHOD
     entry = presets.methods[chosen]
-    options = {**presets.options, **entry.options, "method": chosen}
+    options = {**presets.options, "method": chosen, **entry.options}
     gpus = dict(sorted(entry.gpus.items()))
     return Preset(f"{model}-{chosen}", _summary(presets.title, chosen, entry), options, gpus)
 
@@ -173,11 +177,14 @@ def _summary(title: str, method: str, preset: Method) -> str:
 
     Picks the smallest number of GPUs that needs no host memory, if there is one.
     """
+    words = _METHOD_TITLES[preset.options.get("method", method)].format(title)
+    if method in OBJECTIVES:
+        words = f"{words}, {OBJECTIVES[method].label}"
     if preset.measured:
-        return f"{_METHOD_TITLES[method].format(title)}: measured {preset.measured}"
+        return f"{words}: measured {preset.measured}"
     # Where no strategy fits, the line still says what it would take.
     able = {count: entry for count, entry in preset.gpus.items() if entry.strategies} or preset.gpus
     count, entry = min(able.items(), key=lambda item: (item[1].host_gib > 0, item[0]))
     gpus = f"a GPU of {preset.gpu_gib} GiB" if count == 1 else f"each of {count} GPUs of {preset.gpu_gib} GiB"
     host = f", {entry.host_gib:g} GiB of host memory per process" if entry.host_gib else ""
-    return f"{_METHOD_TITLES[method].format(title)}: estimated {entry.gib:g} GiB on {gpus}{host}"
+    return f"{words}: estimated {entry.gib:g} GiB on {gpus}{host}"

@@ -164,10 +164,10 @@ def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "stopped", "step": 0})
     monkeypatch.setattr("sys.stdin", Terminal("n\n"))
     with pytest.raises(ConfigError, match="needs more memory"):
-        demo.run_demo("lora", None, "1", Path("runs"), False)
+        demo.run_demo("tiny-lora", None, "1", Path("runs"), False)
     assert not started
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
-    assert demo.run_demo("lora", None, "1", Path("runs"), False) == 130
+    assert demo.run_demo("tiny-lora", None, "1", Path("runs"), False) == 130
     assert started
     assert "warning: needs 99 GiB" in capsys.readouterr().err
 

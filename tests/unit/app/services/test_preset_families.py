@@ -25,7 +25,16 @@ def test_every_preset_is_there_once_and_families_are_ordered_by_size() -> None:
 
 
 def test_without_gpus_only_what_needs_none_is_said_to_fit() -> None:
-    assert {name for name, preset in presets().items() if preset.fits is not None} == {"tiny-full", "tiny-lora"}
+    assert {name for name, preset in presets().items() if preset.fits is not None} == {
+        "tiny-full",
+        "tiny-lora",
+        "tiny-dpo",
+    }
+
+
+def test_a_preset_of_another_objective_says_so() -> None:
+    assert {name: preset.objective for name, preset in presets().items() if preset.objective} == {"tiny-dpo": "DPO"}
+    assert presets()["tiny-dpo"].method == "full"
 
 
 def test_fit_follows_number_and_memory_of_the_gpus() -> None:
