@@ -1,7 +1,8 @@
 """Tokens per second of Tunesmith, a bare PyTorch loop and TRL: `python -m benchmarks.throughput [--quick] [--json]`.
 
 All train the same weights on the same rows in the same order, in turns within one run of this program. A ratio is the
-median over the turns; above 1, Tunesmith is faster. First and last loss show that the work is equal.
+median over the turns, with an interval that contains the true one with 95 % confidence; only if all of it is above 1,
+Tunesmith is said to be faster. First and last loss show that the work is equal.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.contenders import Bench, Case, Measured, RunFailed
+from benchmarks.intervals import LEAST_TURNS, Interval
 
 TOLERANCE = {"no": 2e-5, "bf16": 1e-2, "fp8": 5e-2}
 """Largest relative difference of losses for equal work, by precision."""
@@ -27,7 +29,7 @@ UNCUT = 2048
 
 
 def cases(quick: bool) -> list[Case]:
-    """All cases, or those that fit in three minutes."""
+    """All cases, or one that takes some five minutes."""
     if quick:
         return [Case("embedded", False, 1, warm=5, timed=20)]
     return [
@@ -43,11 +45,11 @@ def tools(case: Case) -> list[str]:
     return ["tunesmith", "bare"] if case.packing else ["tunesmith", "bare", "trl"]
 
 
-def measure(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
+def measure(bench: Bench, case: Case, turns: int) -> dict[str, Any]:
     """Runs all contenders in rotating turns, so that drift of the machine affects all equally."""
     names = tools(case)
     runs_by_tool: dict[str, list[Measured]] = {name: [] for name in names}
-    for turn in range(repeats):
+    for turn in range(turns):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             runs_by_tool[name].append(bench.run(case, name))
             print(
@@ -58,8 +60,8 @@ def measure(bench: Bench, case: Case, repeats: int) -> dict[str, Any]:
     own = runs_by_tool["tunesmith"]
     check_equal_work(case, {name: runs[0] for name, runs in runs_by_tool.items()})
     ratios = {
-        name: statistics.median(ours.tokens_per_second / theirs.tokens_per_second
-                                for ours, theirs in zip(own, runs, strict=True))
+        name: Interval.of([ours.tokens_per_second / theirs.tokens_per_second
+                           for ours, theirs in zip(own, runs, strict=True)])
         for name, runs in runs_by_tool.items() if name != "tunesmith"
     }  # fmt: skip
     medians = {
@@ -78,7 +80,7 @@ def check_equal_work(case: Case, runs: dict[str, Measured]) -> None:
                 raise RunFailed(f"{case.name}: {name} has loss {theirs:.6f} where tunesmith has {ours:.6f}")
 
 
-def packing_gain(bench: Bench, case: Case, repeats: int) -> float:
+def packing_gain(bench: Bench, case: Case, turns: int) -> Interval:
     """Tunesmith's tokens/s on packed rows, relative to rows in random order padded to the longest of their micro-batch.
 
     Rows are long enough to preserve the distribution of lengths, and a micro-batch has as many slots as in `case`.
@@ -87,11 +89,11 @@ def packing_gain(bench: Bench, case: Case, repeats: int) -> float:
     together = replace(apart, packing=True, micro=case.micro * case.max_length // UNCUT, warm=2,
                        timed=max(4, case.timed // 5))  # fmt: skip
     gains = []
-    for _ in range(repeats):
+    for _ in range(turns):
         plain, packed = (bench.run(variant, "tunesmith").tokens_per_second for variant in (apart, together))
         print(f"{case.model}: packed {packed:,.0f}, in random order {plain:,.0f} tokens/s", file=sys.stderr, flush=True)
         gains.append(packed / plain)
-    return statistics.median(gains)
+    return Interval.of(gains)
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -101,7 +103,7 @@ def table(results: list[dict[str, Any]]) -> str:
     for result in results:
         rows = "packed" if result["packing"] else "unpacked"
         for name, run in result["tools"].items():
-            ratio = f"{result['ratios'][name]:.2f}x" if name in result["ratios"] else ""
+            ratio = f"{result['ratios'][name]}: {result['ratios'][name].verdict()}" if name in result["ratios"] else ""
             lines.append(
                 f"| {result['model']} | {rows} | {result['processes']} | {name} | {run['tokens_per_second']:,.0f} "
                 f"| {ratio} | {run['peak_mib']:,.0f} | {run['first_loss']:.5f} to {run['last_loss']:.5f} |"
@@ -112,33 +114,28 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Prints a Markdown table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="under three minutes on two cores")
+    parser.add_argument("--quick", action="store_true", help="one case; some five minutes on two cores")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--repeats", type=int)
+    parser.add_argument("--turns", type=int, default=LEAST_TURNS)
     args = parser.parse_args()
     try:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder))
-            repeats, programme = args.repeats or (2 if args.quick else 5), cases(args.quick)
-            results = [measure(bench, case, repeats) for case in programme]
+            programme = cases(args.quick)
+            results = [measure(bench, case, args.turns) for case in programme]
             gains = {
-                f"{case.model}, {case.processes} process(es)": packing_gain(bench, case, repeats)
+                f"{case.model}, {case.processes} process(es)": packing_gain(bench, case, args.turns)
                 for case in programme
                 if not case.packing
             }
     except RunFailed as error:
         raise SystemExit(str(error)) from None
-    kinds = {name for result in results for name in result["ratios"]}
-    ratios = {name: statistics.median(result["ratios"][name] for result in results if name in result["ratios"])
-              for name in sorted(kinds)}  # fmt: skip
-    ratios["packed"] = statistics.median(gains.values())
     machine = {name: version(name) for name in ("torch", "transformers", "trl")} | {"machine": platform.machine()}
     if args.json:
-        print(json.dumps({"ratios": ratios, "packed": gains, "cases": results, "versions": machine}, indent=2))
+        print(json.dumps({"cases": results, "packed": gains, "versions": machine}, indent=2, default=asdict))
     else:
         print(table(results), "\n")
-        print("\n".join(f"packed against rows in random order, {name}: {gain:.2f}x" for name, gain in gains.items()))
-        print("medians:", *(f"{name} {value:.2f}" for name, value in ratios.items()))
+        print("\n".join(f"packed against rows in random order, {name}: {gain}" for name, gain in gains.items()))
 
 
 if __name__ == "__main__":
