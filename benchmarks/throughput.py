@@ -45,9 +45,15 @@ def tools(case: Case) -> list[str]:
     return ["tunesmith", "bare"] if case.packing else ["tunesmith", "bare", "trl"]
 
 
-def measure(bench: Bench, case: Case, turns: int) -> dict[str, Any]:
-    """Runs all contenders in rotating turns, so that drift of the machine affects all equally."""
-    names = tools(case)
+def measure(bench: Bench, case: Case, turns: int, names: list[str]) -> dict[str, Any]:
+    """Runs all contenders in rotating turns, so that drift of the machine affects all equally.
+
+    Args:
+        bench: runs them.
+        case: what they train.
+        turns: runs of each.
+        names: the contenders, `tunesmith` among them.
+    """
     runs_by_tool: dict[str, list[Measured]] = {name: [] for name in names}
     for turn in range(turns):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
@@ -122,7 +128,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(Path(folder))
             programme = cases(args.quick)
-            results = [measure(bench, case, args.turns) for case in programme]
+            results = [measure(bench, case, args.turns, tools(case)) for case in programme]
             gains = {
                 f"{case.model}, {case.processes} process(es)": packing_gain(bench, case, args.turns)
                 for case in programme

@@ -13,6 +13,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import SHIFT_LIMIT, SIZES, Served, Tabs, axe, choose_strategy, screenshot, wait_for
 from trainers.config.objectives import OWN_OPTIONS
+from trainers.embedded import DATA_DIR
 
 EXPECT = 60_000
 """Milliseconds."""
@@ -170,7 +171,7 @@ def test_every_field_has_words_and_its_option_beside_them(new_page: Tabs) -> Non
     assert {name: option for name, option, _ in fields if name != option} == {"gpus": "num_processes"}
 
 
-def test_an_objective_shows_its_own_options_and_what_the_data_lacks(new_page: Tabs, tmp_path: Path) -> None:
+def test_an_objective_shows_its_own_options_and_what_the_data_lacks(new_page: Tabs, server: Served) -> None:
     def own() -> list[str]:
         """The visible options of objectives."""
         return [name for name in OWN_OPTIONS if page.locator(f"#opt-{name}").is_visible()]
@@ -186,8 +187,9 @@ def test_an_objective_shows_its_own_options_and_what_the_data_lacks(new_page: Ta
     choose(page, "loss_type", "ipo")
     page.locator("#opt-beta input").fill("0.3")
     expect(page.locator("#train-command")).to_contain_text("--objective dpo --loss_type ipo --beta 0.3")
-    data = Path("trainers/embedded/data/eval.jsonl").absolute()
-    page.locator("#opt-dataset_name input").fill(str(data))
+    (server.folder / "chats.jsonl").write_text((DATA_DIR / "eval.jsonl").read_text(encoding="utf-8"))
+    page.locator("#opt-dataset_name input").fill(str(server.folder / "chats.jsonl"))
+    expect(page.locator("#train-command")).to_contain_text("chats.jsonl")
     page.get_by_role("button", name="Show the first rows").click()
     expect(page.locator("#train-rows [role=alert]")).to_contain_text("lack chosen and rejected")
     choose(page, "objective", "ORPO")

@@ -28,7 +28,7 @@ def test_all_contenders_do_equal_work(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for packing in (False, True):
         case = Case("embedded", packing, 1, warm=1, timed=2, global_batch=4, micro=2)
-        found = throughput.measure(bench, case, turns=1)
+        found = throughput.measure(bench, case, 1, throughput.tools(case))
         assert set(found["tools"]) == ({"tunesmith", "bare"} if packing else {"tunesmith", "bare", "trl"})
         assert all(run["tokens_per_second"] > 0 and run["peak_mib"] > 100 for run in found["tools"].values())
         losses = [run["last_loss"] for run in found["tools"].values()]

@@ -177,14 +177,14 @@ def _summary(title: str, method: str, preset: Method) -> str:
 
     Picks the smallest number of GPUs that needs no host memory, if there is one.
     """
-    words = _METHOD_TITLES[preset.options.get("method", method)].format(title)
+    trained = _METHOD_TITLES[preset.options.get("method", method)].format(title)
     if method in OBJECTIVES:
-        words = f"{words}, {OBJECTIVES[method].label}"
+        trained = f"{trained}, {OBJECTIVES[method].label}"
     if preset.measured:
-        return f"{words}: measured {preset.measured}"
+        return f"{trained}: measured {preset.measured}"
     # Where no strategy fits, the line still says what it would take.
     able = {count: entry for count, entry in preset.gpus.items() if entry.strategies} or preset.gpus
     count, entry = min(able.items(), key=lambda item: (item[1].host_gib > 0, item[0]))
     gpus = f"a GPU of {preset.gpu_gib} GiB" if count == 1 else f"each of {count} GPUs of {preset.gpu_gib} GiB"
     host = f", {entry.host_gib:g} GiB of host memory per process" if entry.host_gib else ""
-    return f"{words}: estimated {entry.gib:g} GiB on {gpus}{host}"
+    return f"{trained}: estimated {entry.gib:g} GiB on {gpus}{host}"
