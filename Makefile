@@ -1,6 +1,6 @@
 # make demo: install and fine-tune the embedded model; make demo PRESET=tiny-dpo: with another of its presets.
 # make test: set up and show each promise once (ten minutes).
-# make check: what a change must pass.  make e2e, make parity, make faults: three suites whole.
+# make check: what a change must pass.  make unit, make e2e, make parity, make faults: four suites whole.
 # make gpu: proof on a GPU, with the packages of $(PYTHON).
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
@@ -24,7 +24,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check gpu test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels e2e parity faults docs pictures bench lint clean
+.PHONY: setup demo check gpu test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels unit e2e parity faults docs pictures bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -109,6 +109,9 @@ check: test-all test-browser
 # that is set up: make gpu PYTHON=.venv/bin/python
 gpu:
 	@$(PYTHON) -m benchmarks.gpu_proof
+
+unit: setup
+	$(BIN)/python -m pytest -n 2 tests/unit -m ""
 
 e2e: setup
 	$(BIN)/python -m pytest -n 2 tests/e2e -m ""

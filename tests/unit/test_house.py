@@ -7,6 +7,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,13 @@ FLOORS = (
 
 def imports_of(path: Path) -> set[str]:
     """Modules that a file imports, anywhere in it."""
+    return _imports_in(path.read_text(encoding="utf-8"))
+
+
+@cache
+def _imports_in(source: str) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -298,38 +298,38 @@ def test_a_model_alone_gets_lora_and_says_so() -> None:
 # -- the models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", HUB_NAMES)
-def test_the_published_model_is_built_with_the_presets_method(name: str) -> None:
-    config, published = Request(preset=name).resolve(), PUBLISHED[model_of(name)]
-    shape = shape_of(published)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_model_is_built_with_the_presets_methods(name: str) -> None:
+    """Its parameters are counted, a row passes through it, and text reaches each adapter."""
+    published, shape = PUBLISHED[name], shape_of(PUBLISHED[name])
+    configs = {method: Request(preset=f"{name}-{method}").resolve() for method in methods_of(name)}
     check_layers(shape)
-    assert config.max_length <= shape.get_text_config().max_position_embeddings
-    model = on_meta(shape)
+    assert all(config.max_length <= shape.get_text_config().max_position_embeddings for config in configs.values())
+    with nullcontext() if "qlora" in configs else pytest.raises(ConfigError, match="cannot be quantized"):
+        refuse_unfit(shape, trust_remote_code=False)
+    model = on_meta(shape).bfloat16()  # the only dtype in which torch multiplies groups of experts on meta
     assert parts_left_out(published, model) == published.left_out
     assert stored(published, model) + sum(published.left_out.values()) == published.safetensors_total
-    # Gemma 4 E2B and E4B compute inputs of each layer before their decoder.
-    assert (find_head_rule(model) is None) == name.startswith("gemma-4-e"), "its loss needs no full logits"
-    if config.method != "full":
-        expected, text, routers = adapted(model, config), model.get_decoder(), router_names(model)
-        adapters: Any = add_adapters(model, config)
-        trained = [weight for weight in adapters.parameters() if weight.requires_grad]
-        assert sum(weight.numel() for weight in trained) == expected > 0
-        inside = {id(weight) for weight in text.parameters()}
-        assert all(id(weight) in inside for weight in trained), "text reaches the decoder only"
-        learnt = [name for name, weight in adapters.named_parameters() if weight.requires_grad]
-        assert not [name for name in learnt for router in routers if f".{router}." in name]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_a_row_passes_through_and_its_linear_layers_can_be_quantised(name: str) -> None:
-    shape = shape_of(PUBLISHED[name])
-    with nullcontext() if "qlora" in methods_of(name) else pytest.raises(ConfigError, match="cannot be quantized"):
-        refuse_unfit(shape, trust_remote_code=False)
     ids = torch.zeros(1, 8, dtype=torch.int64, device="meta")
     arguments = {"position_ids": ids, "use_cache": False, "attention_metadata": AttentionMetadata()}
-    model = on_meta(shape).bfloat16()  # the only dtype in which torch multiplies groups of experts on meta
     logits = model(input_ids=ids, **arguments).logits
     assert logits.shape == (1, 8, shape.get_text_config().vocab_size)
+    # Gemma 4 E2B and E4B compute inputs of each layer before their decoder.
+    assert (find_head_rule(model) is None) == name.startswith("gemma-4-e"), "its loss needs no full logits"
+    adapter_options = [
+        {option: value for option, value in config.model_dump().items() if "lora" in option}
+        for method, config in configs.items()
+        if method != "full"
+    ]
+    assert all(options == adapter_options[0] for options in adapter_options), "the adapters of QLoRA are LoRA's"
+    config, text, routers = configs["lora"], model.get_decoder(), router_names(model)
+    expected = adapted(model, config)
+    adapters: Any = add_adapters(model, config)
+    trained = {name: weight for name, weight in adapters.named_parameters() if weight.requires_grad}
+    assert sum(weight.numel() for weight in trained.values()) == expected > 0
+    inside = {id(weight) for weight in text.parameters()}
+    assert all(id(weight) in inside for weight in trained.values()), "text reaches the decoder only"
+    assert not [name for name in trained for router in routers if f".{router}." in name]
 
 
 @pytest.mark.parametrize("name", ["qwen3-0.6b", "llama-3.1-8b"])
