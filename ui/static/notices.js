@@ -83,8 +83,8 @@ const Notices = (() => {
     const ids = runs(WATCHED).slice(0, MOST_RUNS);
     if (!ids.length || Math.abs(Date.now() - storage.getItem(ASKED)) < 900 * SECONDS) return;
     store(ASKED, Date.now());
-    const answer = await server.run_ends({ runs: ids.join("\n") }).catch(() => ({}));
-    for (const end of answer.ended || []) {
+    const answer = await server.run_ends({ runs: ids.join("\n") }).catch(() => null);  // null too from a server that ends
+    for (const end of answer?.ended || []) {
       if (!isWatched(end.id)) continue;
       storage.removeItem(WATCHED + end.id);
       if (!end.state) continue;  // deleted
