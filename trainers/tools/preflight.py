@@ -18,6 +18,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
+from trainers.data.mismatched import Mismatched
 from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.run.compatibility import checkpoint_to_resume, versions
@@ -115,7 +116,9 @@ def plan_training(
 def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = FULL_SEQUENCE) -> Rows:
     """Rows of the data: packed, or one example each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
-    return Rows(documents, config.row_tokens, config.packing, fixed, shard, config.objective_spec)
+    spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
+    mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
+    return Rows(documents, *layout, documents.desirable if spec.labelled else None, mismatched)
 
 
 def describe_plan(plan: TrainPlan) -> str:
