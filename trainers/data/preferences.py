@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from trainers.config.objectives import LABELLED_FORMATS, PREFERENCE
+from trainers.config.objectives import PREFERENCE, SFT_FORMATS
 from trainers.config.strict_json import STRICT
 from trainers.data.formats import (
     OF_CHATS,
@@ -61,8 +61,8 @@ def example(
         RowError: if the row does not fit the format.
     """
     name = recognise(row, columns, formats) if format_name == "auto" else format_name
-    if name != PREFERENCE and name not in LABELLED_FORMATS:
-        return (canonical(row, format_name, columns, chat),)
+    if name in SFT_FORMATS:
+        return (canonical(row, name, columns, chat),)
     values, fields = values_by_role(row, name, columns)
     documents = _pair(values, fields) if name == PREFERENCE else (_labelled(values, fields),)
     refuse_too_large(documents)
