@@ -45,9 +45,9 @@ def evaluate(
     scores = {"eval_loss": mean}
     if rows.objective.divisor == "tokens":
         scores["eval_perplexity"] = math.exp(mean) if mean < 700 else math.inf
-    named = zip(rows.objective.metrics, metrics, strict=True)
+    by_name = zip(rows.objective.metrics, metrics, strict=True)
     # A mean over no example is not a number, such as over the desirable ones where all are undesirable.
-    return scores | {f"eval_{name}": value for name, value in named if not math.isnan(value)}
+    return scores | {f"eval_{name}": value for name, value in by_name if not math.isnan(value)}
 
 
 @torch.no_grad()

@@ -36,6 +36,8 @@ from trainers.reference import set_reference
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import plan_training
 
+WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.2}
+
 
 def write_rows(path: Path) -> None:
     """Records as JSON, which is desirable, or with a field left out. What most answers share is learned first.
@@ -58,8 +60,9 @@ def kto_options(**changes: Any) -> dict[str, Any]:
     """What these runs change in those of the other parity tests; rows hold one to three examples."""
     data = once("kto-rows", lambda folder: write_rows(folder / "rows.jsonl")) / "rows.jsonl"
     return {
-        "objective": "kto", "desirable_weight": 1.3, "dataset_name": str(data), "eval_dataset_name": str(data),
-        "learning_rate": 1e-4, "max_train_samples": 150, "global_batch_size": 4, "per_device_train_batch_size": 1,
+        "objective": "kto", **WEIGHTS, "dataset_name": str(data), "eval_dataset_name": str(data),
+        "learning_rate": 3e-5, "max_train_samples": 150, "global_batch_size": 4, "per_device_train_batch_size": 1,
+        "eval_steps": 10,
         **changes,
     }  # fmt: skip
 
@@ -92,7 +95,7 @@ def plain_kto(settings: TrainConfig, wrong: str = "") -> plain.Curve:
             assert plan.rows.desirable is not None
             good = bool(plan.rows.desirable[member]) != (wrong == "labels")
             distance = 0.1 * (ratio(member, False) - kl)
-            losses.append(1.3 * (1 - torch.sigmoid(distance)) if good else 1 - torch.sigmoid(-distance))
+            losses.append(1.3 * (1 - torch.sigmoid(distance)) if good else 0.2 * (1 - torch.sigmoid(-distance)))
         return torch.stack(losses).mean()
 
     return plain_curve(settings, mean_loss)
@@ -127,7 +130,7 @@ def test_p2_with_adapters(name: str) -> None:
     assert curve(kto(name, "lora")).agrees(wanted("lora"))
 
 
-@pytest.mark.parametrize("wrong", ["labels", "example"])
+@pytest.mark.parametrize("wrong", mostly_long(["labels", "example"], ["example"]))
 def test_what_is_wrong_does_not_agree(wrong: str) -> None:
     assert not plain_kto(config("full", True, **kto_options()), wrong).agrees(wanted("full"))
 
@@ -142,8 +145,8 @@ def test_evaluation_is_the_same_on_any_number_of_ranks() -> None:
     """The divergence is one over all of the evaluation data, in batches of 4 rows on one rank and on two."""
     single, sharded = (kto(name) for name in ("single", "fsdp2"))
     for key in ("eval_loss", "eval_kl", "eval_reward_accuracy", "eval_reward_desirable", "eval_reward_undesirable"):
-        assert single.series(key)[-1] == pytest.approx(sharded.series(key)[-1], abs=1e-5)
-    assert single.series("eval_kl")[-1] > 0
+        assert single.series(key) == pytest.approx(sharded.series(key), abs=1e-5)
+    assert single.series("eval_kl")[0] > 0.1
 
 
 def test_a_resumed_run_keeps_its_reference_bit_for_bit(tmp_path: Path) -> None:
@@ -200,7 +203,7 @@ def trl_curve(folder: Path, rows: list[dict[str, Any]], **changes: Any) -> plain
         learning_rate=settings.learning_rate, lr_scheduler_type="cosine", weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm, logging_steps=1, logging_nan_inf_filter=False, save_strategy="no",
         report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, max_length=None,
-        dataloader_pin_memory=False, train_sampling_strategy="sequential", desirable_weight=1.3, **changes,
+        dataloader_pin_memory=False, train_sampling_strategy="sequential", **WEIGHTS, **changes,
     )  # fmt: skip
     models = [AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32) for _ in range(2)]
     trainer = InOrder(

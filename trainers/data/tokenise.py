@@ -223,8 +223,9 @@ def encode_rows(
         assert not isinstance(item, BadRow)
         truncated, dropped = report.truncated, report.dropped
         for start in range(0, len(usable), len(options.parts)):
-            kept = fit(usable[start : start + len(options.parts)], options.max_length, options.overlong, report)
-            pieces += [(line, piece, item[start].desirable) for piece in kept]
+            documents = usable[start : start + len(options.parts)]
+            fitting = fit(documents, options.max_length, options.overlong, report)
+            pieces += [(line, piece, item[start].desirable) for piece in fitting]
         # A row with two examples counts once.
         report.truncated = min(report.truncated, truncated + 1)
         report.dropped = min(report.dropped, dropped + 1)

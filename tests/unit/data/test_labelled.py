@@ -18,7 +18,7 @@ from trainers.data.formats import Document, RowError
 from trainers.data.mismatched import Mismatched
 from trainers.data.preferences import example
 from trainers.data.prepare import TokenSet, prepare
-from trainers.tools.preflight import make_rows, plan_training
+from trainers.tools.preflight import describe_plan, make_rows, plan_training
 
 USER, RIGHT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
 FORMATS = OBJECTIVES["kto"].formats
@@ -165,6 +165,9 @@ def test_means_over_one_label_have_divisors_of_their_own(
     rows = make_rows(settings, tokens)
     assert rows.scales().desirable == pytest.approx(24 / 16)
     assert rows.scales().undesirable == pytest.approx(24 / 8)
+    half = settings.model_copy(update={"desirable_weight": 0.5})
+    lines = describe_plan(plan_training(half, tokens, 1)).splitlines()
+    assert lines[1:] == ["16 desirable and 8 undesirable examples, weighted 1 to 1"]
     monkeypatch.setattr(tokens, "desirable", np.ones(24, dtype=bool))
     assert np.isnan(make_rows(settings, tokens).scales().undesirable)
 
