@@ -42,13 +42,14 @@ class Kto:
             assert documents.kl is not None, "the divergence of the global batch was not computed"
             kl = documents.kl.to(ratios.dtype)
         distances = self.beta * torch.where(documents.desirable, ratios - kl, kl - ratios)
-        desirable_weight, undesirable_weight = (ratios.new_tensor(weight) for weight in self.weights)
+        # Filled and masked on the device: a tensor from host memory, or an index by a mask, would synchronize.
+        desirable_weight, undesirable_weight = (ratios.new_full((), weight) for weight in self.weights)
         weights = torch.where(documents.desirable, desirable_weight, undesirable_weight)
         loss = (weights * torch.sigmoid(-distances)).sum()
         with torch.no_grad():
             rewards = self.beta * ratios
-            desirable = rewards[documents.desirable].sum() * documents.scales.desirable
-            undesirable = rewards[~documents.desirable].sum() * documents.scales.undesirable
+            desirable = (rewards * documents.desirable).sum() * documents.scales.desirable
+            undesirable = (rewards * ~documents.desirable).sum() * documents.scales.undesirable
             metrics = [(distances > 0).to(ratios.dtype).sum(), desirable - undesirable, desirable, undesirable]
             metrics += [kl * len(ratios)] if self.needs_kl else []
             return loss, torch.stack(metrics)
