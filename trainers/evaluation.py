@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from trainers.data.batches import Rows, evaluation_batches
+from trainers.objectives.global_terms import divergence
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.strategy.mesh import Mesh
@@ -28,17 +29,25 @@ def evaluate(
         batch_size: rows of each batch on this rank.
         beat: called with the section while it works.
     """
-    micro_batches = evaluation_batches(rows, batch_size, mesh.data_rank, mesh.sizes.data)
+
+    def summed(rows: Rows, kl: torch.Tensor | None = None) -> list[float]:
+        micro_batches = evaluation_batches(rows, batch_size, mesh.data_rank, mesh.sizes.data)
+        sums = backend.evaluate(micro_batches if kl is None else (part.with_kl(kl) for part in micro_batches), beat)
+        by_rank = ranks.gather((sums if mesh.contributes_loss else torch.zeros_like(sums)).tolist())
+        return [sum(values) for values in zip(*by_rank, strict=True)]
+
     backend.model.eval()
-    sums = backend.evaluate(micro_batches, beat)
+    kl, count = None, max(rows.divisor(), 1)
+    if rows.mismatched is not None:  # the divergence is a mean over all of the data, as the other values are
+        kl = divergence(torch.tensor(summed(rows.mismatched)[0], dtype=torch.float64), count)
+    mean, *metrics = (total / count for total in summed(rows, kl))
     backend.model.train()
-    by_rank = ranks.gather((sums if mesh.contributes_loss else torch.zeros_like(sums)).tolist())
-    count = max(rows.divisor(), 1)
-    mean, *metrics = (sum(values) / count for values in zip(*by_rank, strict=True))
     scores = {"eval_loss": mean}
     if rows.objective.divisor == "tokens":
         scores["eval_perplexity"] = math.exp(mean) if mean < 700 else math.inf
-    return scores | {f"eval_{name}": value for name, value in zip(rows.objective.metrics, metrics, strict=True)}
+    by_name = zip(rows.objective.metrics, metrics, strict=True)
+    # A mean over no example is not a number, such as over the desirable ones where all are undesirable.
+    return scores | {f"eval_{name}": value for name, value in by_name if not math.isnan(value)}
 
 
 @torch.no_grad()

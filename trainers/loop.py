@@ -4,7 +4,7 @@ load a checkpoint, if resuming                                  -> START
 evaluate, if eval_on_start
 for step in steps:
     take the prefetched batch, set the learning rate            -> data
-    count expert routing, if the model balances their load      -> forward, all-reduce
+    sum what the loss needs of the global batch (routing, KL)   -> forward, all-reduce
     for each micro-batch:                                          (DDP reduces gradients in the last one only)
         loss = sum over trained tokens, or over examples        -> forward
         gradients of loss / their number in the global batch    -> backward
@@ -52,7 +52,8 @@ from trainers.monitor.profiler import StepProfiler
 from trainers.monitor.startup_timer import StartupTimer
 from trainers.monitor.stop_requests import Requests
 from trainers.monitor.stragglers import Stragglers, slow_warning
-from trainers.objectives.load_balancing import LoadBalancing, count_routing
+from trainers.objectives.global_terms import global_terms
+from trainers.objectives.load_balancing import LoadBalancing
 from trainers.parallel.backend import Backend, set_rate
 from trainers.parallel.ranks import Ranks
 from trainers.run.ending import Ending
@@ -147,13 +148,10 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     rate = learning_rate(config, step, context.plan.total_steps)
     set_rate(backend.optimizer, rate)
 
-    # Load balancing needs the routing counts of the global batch before any backward pass.
-    aux_loss, expert_weights = torch.zeros((), device=ranks.device), None
-    if context.balancing is not None:
-        beat("forward")
-        aux_loss, expert_weights = count_routing(
-            context.balancing, backend.model, batch, ranks.device, ranks.sum, mesh.contributes_loss
-        )
+    beat("forward")
+    batch, aux_loss, expert_weights = global_terms(
+        context.balancing, backend.model, batch, ranks.device, ranks.sum, mesh.contributes_loss
+    )
 
     # Strategies average gradients over ranks: scale by their number to get the mean over the global batch.
     shares = [mesh.sizes.grad_group_size / max(batch.divisor, 1)] * len(batch.micro_batches)

@@ -30,7 +30,9 @@ def set_reference(context: TrainContext, folder: Path | None) -> None:
         TrainingError: on every rank, if the checkpoint lacks the values of this data.
     """
     saved = context.checkpoints.extra_tensors(folder) if folder else {}
-    for rows, option in ((context.plan.rows, "dataset_name"), (context.eval_rows, "eval_dataset_name")):
+    of_splits = [(context.plan.rows, "dataset_name"), (context.eval_rows, "eval_dataset_name")]
+    of_splits += [(rows.mismatched, option) for rows, option in of_splits if rows is not None]
+    for rows, option in of_splits:
         if rows is None:
             continue
         name = f"reference.{rows.documents.fingerprint[:16]}"

@@ -21,6 +21,7 @@ from tests.parity.checks import equal_after_resume, same_bits
 from tests.parity.runs import config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.config.options import TrainConfig
+from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import plan_training
@@ -47,6 +48,36 @@ def sigmoid_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     return -functional.logsigmoid(0.1 * (chosen - rejected))
 
 
+def plain_curve(
+    settings: TrainConfig, mean_loss: Callable[[TrainPlan, nn.Module, nn.Module, np.ndarray], torch.Tensor]
+) -> plain.Curve:
+    """Training in half a page.
+
+    Args:
+        settings: options of the run.
+        mean_loss: of the plan, the model, the initial model and the numbers of the documents of a batch.
+    """
+    plan = plan_training(settings, prepare(settings, "train"), 1)
+    model = plain.build(settings)
+    initial = copy.deepcopy(model).requires_grad_(False)
+    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
+    curve = plain.Curve()
+    for step in range(plan.total_steps):
+        total = mean_loss(plan, model, initial, plan.rows.members_of(plan.rows_of(step)))
+        total.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
+        for group in optimizer.param_groups:
+            group["lr"] = plain.rate(settings, step, plan.total_steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.losses.append(total.item())
+        curve.norms.append(norm.item())
+    return curve
+
+
 def plain_dpo(
     settings: TrainConfig,
     loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = sigmoid_loss,
@@ -59,37 +90,22 @@ def plain_dpo(
         loss: of the log-ratios of the chosen and the rejected document.
         moves: control: the reference is the model as it is at each step.
     """
-    plan = plan_training(settings, prepare(settings, "train"), 1)
-    model = plain.build(settings)
-    initial = copy.deepcopy(model).requires_grad_(False)
-    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
-    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
-    curve, references = plain.Curve(), dict[tuple[int, ...], list[torch.Tensor]]()
-    for step in range(plan.total_steps):
+    references = dict[tuple[int, ...], list[torch.Tensor]]()
+
+    def mean_loss(plan: TrainPlan, model: nn.Module, initial: nn.Module, members: np.ndarray) -> torch.Tensor:
         losses = []
-        for row in plan.rows_of(step):
-            members = plan.rows.members[plan.rows.offsets[row] : plan.rows.offsets[row + 1]]
-            for pair in members.reshape(-1, 2):
-                documents = [plan.rows.documents.document(int(member)) for member in pair]
-                if moves or tuple(pair) not in references:
-                    with torch.no_grad():
-                        before = [log_prob(model if moves else initial, *document) for document in documents]
-                    references[tuple(pair)] = before
-                before = references[tuple(pair)]
-                now = [log_prob(model, *document) for document in documents]
-                losses.append(loss(now[0] - before[0], now[1] - before[1]))
-        total = torch.stack(losses).mean()
-        total.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = plain.rate(settings, step, plan.total_steps)
-        optimizer.step()
-        optimizer.zero_grad()
-        curve.losses.append(total.item())
-        curve.norms.append(norm.item())
-    return curve
+        for pair in members.reshape(-1, 2):
+            documents = [plan.rows.documents.document(int(member)) for member in pair]
+            if moves or tuple(pair) not in references:
+                with torch.no_grad():
+                    before = [log_prob(model if moves else initial, *document) for document in documents]
+                references[tuple(pair)] = before
+            before = references[tuple(pair)]
+            now = [log_prob(model, *document) for document in documents]
+            losses.append(loss(now[0] - before[0], now[1] - before[1]))
+        return torch.stack(losses).mean()
+
+    return plain_curve(settings, mean_loss)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.steps import Steps, steps
+from trainers.reference import set_reference
 
 READS = ("tolist", "numpy", "cpu")
 """Methods that go past the dispatcher, or would on a CPU."""
@@ -65,11 +66,17 @@ def syncs_of_a_step(made: Steps) -> Counter[str]:
     return counting.found
 
 
-@pytest.mark.parametrize("packing", [False, True], ids=["unpacked", "packed"])
-def test_accumulation_adds_no_host_sync(packing: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("packing", "changes"),
+    [(False, {}), (True, {}), (True, {"objective": "kto", "max_train_samples": 8})],
+    ids=["unpacked", "packed", "kto"],
+)
+def test_accumulation_adds_no_host_sync(packing: bool, changes: dict[str, Any], tmp_path: Path) -> None:
     found = {}
     for accumulation in (1, 8):
-        with steps(tmp_path, accumulation, packing) as made:
+        with steps(tmp_path, accumulation, packing, **changes) as made:
+            if made.context.config.objective_spec.reference:
+                set_reference(made.context, None)
             assert made.context.plan.accumulation == accumulation
             found[accumulation] = syncs_of_a_step(made)
     assert found[1] == found[8]

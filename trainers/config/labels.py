@@ -27,6 +27,8 @@ LABELS = {
     "label_smoothing": "Share of wrong labels",
     "simpo_gamma": "Margin of the rewards",
     "nll_weight": "Weight of the supervised loss",
+    "desirable_weight": "Weight of desirable examples",
+    "undesirable_weight": "Weight of undesirable examples",
     # Data
     "dataset_name": "Training data",
     "dataset_config_name": "Subset of the Hub data",

@@ -7,12 +7,16 @@ here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 SFT_FORMATS = ("chat", "sharegpt", "prompt_completion", "alpaca", "text")
 PREFERENCE = "preference"
+LABELLED_FORMATS = ("labelled", "labelled_chat", "labelled_sharegpt")
 FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
+    "labelled": ("prompt", "completion", "label"),
+    "labelled_chat": ("messages", "label"),
+    "labelled_sharegpt": ("conversations", "label"),
     "chat": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -22,6 +26,7 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 """The columns that each row format needs."""
 _REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
+_LABELLED_REWARDS = ("reward_accuracy", "reward_margin", "reward_desirable", "reward_undesirable")
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,10 @@ class ObjectiveSpec:
         defaults: The options that only some objectives read, with their defaults for this one.
         loss_types: Values of `loss_type` that it takes, the first by default; empty if it has one loss.
         reference: Whether it compares with the log-probabilities of the initial model.
+        labelled: Whether each example has a label: desirable or not.
+        mismatched: Whether its loss contains the KL divergence from the initial model over the global batch, which is
+            estimated on prompts with the answers of other examples (`trainers/data/mismatched.py`).
+        variants: What differs for some values of `loss_type`: fields of this class and their values.
         source: The paper that defines it.
     """
 
@@ -56,6 +65,9 @@ class ObjectiveSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     loss_types: tuple[str, ...] = ()
     reference: bool = False
+    labelled: bool = False
+    mismatched: bool = False
+    variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: str = ""
 
     @property
@@ -67,6 +79,10 @@ class ObjectiveSpec:
     def documents(self) -> int:
         """Documents of an example."""
         return len(self.parts)
+
+    def variant(self, loss_type: str | None) -> ObjectiveSpec:
+        """The objective under a value of `loss_type`."""
+        return replace(self, **self.variants.get(loss_type or "", {}))
 
 
 def _preference(name: str, label: str, title: str, summary: str, source: str, **more: Any) -> ObjectiveSpec:
@@ -108,6 +124,15 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "Supervised fine-tuning on the chosen answers, and a penalty on the odds of the rejected ones.",
             "https://arxiv.org/abs/2403.07691",
             defaults={"beta": 0.1, "nll_weight": 1.0},
+        ),
+        ObjectiveSpec(
+            "kto", "KTO", "Kahneman-Tversky optimization",
+            "Learn from single answers with a label, desirable or not, held near the initial model.",
+            formats=(PREFERENCE, *LABELLED_FORMATS), metrics=(*_LABELLED_REWARDS, "kl"),
+            defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+            loss_types=("kto", "apo_zero_unpaired"), reference=True, labelled=True, mismatched=True,
+            variants={"apo_zero_unpaired": {"mismatched": False, "metrics": _LABELLED_REWARDS}},
+            source="https://arxiv.org/abs/2402.01306",
         ),
     )
 }  # fmt: skip

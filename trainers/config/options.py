@@ -24,7 +24,7 @@ FIXED_DATE = "2024-07-26"
 """Default date passed to chat templates: the one that Llama's templates fall back to."""
 COLUMN_ROLES = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
-    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected",
+    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected", "label",
 )  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
@@ -152,20 +152,24 @@ class TrainConfig(BaseModel):
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
 
     # Objective
-    objective: Literal["sft", "dpo", "simpo", "cpo", "orpo"] = _option("objective", "sft")
-    """What is trained for: sft learns the answers in the data, the others learn from chosen and rejected ones."""
-    loss_type: Annotated[Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm"] | None, Optionally] = _option(
-        "objective", None
-    )
-    """Loss of dpo (all of them) and cpo (the first three); robust: for noisy labels; sigmoid_norm: mean per token."""
+    objective: Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto"] = _option("objective", "sft")
+    """What is trained for: sft learns the answers in the data; kto from good and bad ones, the others from pairs."""
+    loss_type: Annotated[
+        Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired"] | None, Optionally
+    ] = _option("objective", None)
+    """Loss of dpo (sigmoid to sigmoid_norm), cpo (the first three) and kto (the last two); default: the first."""
     beta: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
-    """Scale of the rewards: dpo stays nearer to the initial model the larger it is; default: 0.1, for simpo 2."""
+    """Scale of the rewards: the larger, the nearer dpo and kto stay to the initial model; default: 0.1, simpo 2."""
     label_smoothing: float = _option("objective", 0.0, ge=0, lt=0.5)
     """Share of pairs that are expected to be labelled the wrong way round; dpo (sigmoid, robust), simpo and cpo."""
     simpo_gamma: float = _option("objective", 1.0, ge=0, le=1000)
     """Margin by which simpo wants the reward of the chosen answer to be higher."""
     nll_weight: Annotated[float | None, Optionally] = _option("objective", None, ge=0, le=1000)
     """Weight of the supervised loss on the chosen answers; default: 1 for cpo and orpo, otherwise 0."""
+    desirable_weight: float = _option("objective", 1.0, ge=0, le=1000)
+    """Weight of desirable examples in the loss of kto; balance it with their number."""
+    undesirable_weight: float = _option("objective", 1.0, ge=0, le=1000)
+    """Weight of undesirable examples in the loss of kto; balance it with their number."""
 
     # Data
     dataset_name: str = _option("data", min_length=1)
@@ -180,9 +184,10 @@ class TrainConfig(BaseModel):
     """Split of `eval_dataset_name` when that is a Hub data set."""
     eval_share: float = _option("data", 0.0, ge=0, lt=1)
     """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
-    dataset_format: Literal["auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference"] = _option(
-        "data", "auto"
-    )
+    dataset_format: Literal[
+        "auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference",
+        "labelled", "labelled_chat", "labelled_sharegpt",
+    ] = _option("data", "auto")  # fmt: skip
     """Row format; `auto` detects it from the columns."""
     columns: Annotated[dict[str, str], BeforeValidator(_pairs)] = _option("data", {})
     """Column names of your data by role, such as `prompt=question,completion=answer`."""
@@ -385,8 +390,8 @@ class TrainConfig(BaseModel):
 
     @property
     def objective_spec(self) -> ObjectiveSpec:
-        """What the objective needs and reports."""
-        return OBJECTIVES[self.objective]
+        """What the objective needs and reports, under the config's `loss_type`."""
+        return OBJECTIVES[self.objective].variant(self.loss_type)
 
     @property
     def example_tokens(self) -> int:

@@ -141,8 +141,10 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "use auto, or another objective"),
         (config.metric_for_best_model not in metrics,
          "metric_for_best_model", config.metric_for_best_model, objective, f"use {' or '.join(metrics)}"),
-        (spec.documents > 1 and config.overlong == "split",
+        (spec.divisor == "examples" and config.overlong == "split",
          "overlong", "split", f"{objective}: half an answer cannot be preferred", "use truncate, drop or refuse"),
+        (spec.labelled and config.desirable_weight == config.undesirable_weight == 0,
+         "desirable_weight", 0, "with undesirable_weight=0: nothing would be learned", "set one of them, such as 1"),
         (spec.name != "sft" and not config.assistant_only_loss,
          "assistant_only_loss", False, f"{objective}, which compares the answers alone", "leave it out"),
     ]  # fmt: skip

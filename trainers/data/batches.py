@@ -17,7 +17,7 @@ import numpy as np
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.options import TrainConfig
-from trainers.data.layout import FULL_SEQUENCE, DocumentLayout, ScoredDocuments, SequenceShard
+from trainers.data.layout import FULL_SEQUENCE, UNSCALED, DocumentLayout, Scales, ScoredDocuments, SequenceShard
 from trainers.data.packing import pack
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
@@ -78,6 +78,11 @@ class MicroBatch:
         """Number of labels on this rank; of documents, if the objective compares those."""
         return len(self.labels) if self.scored is None else len(self.scored.numbers)
 
+    def with_kl(self, kl: torch.Tensor) -> MicroBatch:
+        """A copy whose documents know the KL divergence of the global batch, a scalar."""
+        assert self.scored is not None
+        return replace(self, scored=replace(self.scored, kl=kl))
+
     def inputs(self, device: torch.device, expert_weights: torch.Tensor | None = None) -> dict[str, Any]:
         """The arguments of `LossModule.forward`, on a device.
 
@@ -106,6 +111,7 @@ class StepBatch:
         tokens: real tokens in the global batch.
         squared_lengths: sum of squared document lengths in the global batch, for counting FLOPs.
         divisor: what the loss of the global batch is divided by: its trained tokens, or its examples.
+        mismatched: this rank's micro-batches of the mismatched documents; the same number on every rank.
     """
 
     micro_batches: list[MicroBatch]
@@ -113,6 +119,7 @@ class StepBatch:
     tokens: int
     squared_lengths: int
     divisor: int
+    mismatched: list[MicroBatch]
 
 
 class Rows:
@@ -128,6 +135,8 @@ class Rows:
         fixed_length: pad every row to `max_length` (for compiled models), not to the longest in the micro-batch.
         shard: the shard of each row that micro-batches hold; `documents` still describes full rows.
         objective: says how many documents make an example, and what the loss is divided by.
+        desirable: `[documents]` bool, the label of each; None without labels.
+        mismatched: rows of the mismatched documents, as many as `documents`, if the objective compares those.
 
     `reference`, once set, holds the log-probability `[documents]` of each document under the initial model.
     """
@@ -135,11 +144,14 @@ class Rows:
     def __init__(
         self, documents: Documents, max_length: int, packing: bool, fixed_length: bool = False,
         shard: SequenceShard = FULL_SEQUENCE, objective: ObjectiveSpec = OBJECTIVES["sft"],
+        desirable: np.ndarray | None = None, mismatched: Rows | None = None,
     ):  # fmt: skip
         self.documents = documents
+        self.max_length = max_length
         self.packing = packing
         self.shard = shard
         self.objective = objective
+        self.desirable, self.mismatched = desirable, mismatched
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
         self._filler: int | None = None
@@ -177,33 +189,61 @@ class Rows:
             return int(self.trained[chosen].sum())
         return int(np.diff(self.offsets)[chosen].sum()) // self.objective.documents
 
-    def nll_scale(self, rows: np.ndarray | None = None) -> float:
-        """Examples / trained tokens of their first documents, over the given rows (default: all)."""
-        members = self.members if rows is None else np.concatenate([self._members(row) for row in rows])
-        return self.divisor(rows) / max(int(self.documents.trained[members[:: self.objective.documents]].sum()), 1)
+    def scales(self, rows: np.ndarray | None = None) -> Scales:
+        """The factors of a batch of the given rows (default: all)."""
+        if self.objective.divisor == "tokens":
+            return UNSCALED
+        members, examples = self.members if rows is None else self.members_of(rows), self.divisor(rows)
+        nll = examples / max(int(self.documents.trained[members[:: self.objective.documents]].sum()), 1)
+        if self.desirable is None:
+            return Scales(nll)
+        desirable = int(self.desirable[members].sum())
+        return Scales(nll, *(examples / count if count else math.nan for count in (desirable, examples - desirable)))
 
-    def collate(self, rows: np.ndarray, nll_scale: float = 1.0) -> MicroBatch:
+    def collate(self, rows: np.ndarray, scales: Scales = UNSCALED) -> MicroBatch:
         """The tensors of the given rows; if empty, one row of weight zero, as every rank must do the same passes."""
-        return self.collate_each([rows], nll_scale)[0]
+        return self.collate_each([rows], scales)[0]
 
-    def collate_each(self, shares: Sequence[np.ndarray], nll_scale: float = 1.0) -> list[MicroBatch]:
+    def collate_each(self, shares: Sequence[np.ndarray], scales: Scales = UNSCALED) -> list[MicroBatch]:
         """The tensors of several micro-batches; their documents are read at once.
 
         Args:
             shares: row numbers of each micro-batch.
-            nll_scale: see `ScoredDocuments`.
+            scales: factors of the global batch.
         """
-        members = [self._members(row) for share in shares for row in share.tolist()]
+        groups = [[self._members(row) for row in share.tolist()] for share in shares]
         if not self.packing and self.objective.documents > 1:  # a row of the micro-batch for each document
-            members = [members_of[part : part + 1] for members_of in members for part in range(len(members_of))]
+            groups = [[members[part : part + 1] for members in group for part in range(len(members))]
+                      for group in groups]  # fmt: skip
+        return self._collate_groups(groups, scales)
+
+    def collate_documents(self, numbers: np.ndarray, size: int, rank: int, world: int) -> list[MicroBatch]:
+        """The tensors of this rank's share of some documents, packed among themselves if rows are.
+
+        Args:
+            numbers: numbers of the documents of all ranks.
+            size: rows of a micro-batch.
+            rank: this data-parallel rank.
+            world: number of those; each gets the same number of micro-batches, some of which may be empty.
+        """
+        if self.packing:
+            packed = pack(self.documents.lengths[numbers], self.max_length)
+            lines = [numbers[packed.row(index)] for index in range(len(packed))]
+        else:
+            lines = list(numbers[:, None])
+        starts = range(0, len(lines), size * world)
+        groups = [lines[start + rank * size : start + (rank + 1) * size] for start in starts]
+        return self._collate_groups(groups, UNSCALED)
+
+    def _collate_groups(self, groups: list[list[np.ndarray]], scales: Scales) -> list[MicroBatch]:
+        """The micro-batches whose rows hold the documents with the given numbers."""
+        members = [numbers for group in groups for numbers in group]
         contents = self._contents(members)
-        lines = 1 if self.packing else self.objective.documents
-        ends = np.cumsum([0, *(len(share) * lines for share in shares)]).tolist()
         micro_batches = []
-        for start, end in pairwise(ends):
+        for start, end in pairwise(np.cumsum([0, *map(len, groups)]).tolist()):
             micro_batch, label_at = self._micro_batch(contents[start:end])
             if self.objective.divisor == "examples":
-                scored = self._scored(members[start:end], contents[start:end], micro_batch, label_at, nll_scale)
+                scored = self._scored(members[start:end], contents[start:end], micro_batch, label_at, scales)
                 micro_batch = replace(micro_batch, scored=scored)
             micro_batches.append(micro_batch)
         return micro_batches
@@ -212,13 +252,17 @@ class Rows:
         """Numbers of the documents in a row."""
         return self.members[self.offsets[row] : self.offsets[row + 1]]
 
+    def members_of(self, rows: np.ndarray) -> np.ndarray:
+        """Numbers of the documents in several rows."""
+        return np.concatenate([self._members(row) for row in rows])
+
     def _scored(
         self,
         members: list[np.ndarray],
         content: list[_Row],
         micro_batch: MicroBatch,
         label_at: np.ndarray,
-        nll_scale: float,
+        scales: Scales,
     ) -> ScoredDocuments:
         """The documents of a micro-batch, for objectives that compare them.
 
@@ -227,7 +271,7 @@ class Rows:
             content: its rows.
             micro_batch: its tensors.
             label_at: `[labels]` flat index of each label in the full rows.
-            nll_scale: see `ScoredDocuments`.
+            scales: factors of the global batch.
         """
         import torch
 
@@ -238,7 +282,8 @@ class Rows:
         of_label = np.searchsorted(np.array(starts, dtype=np.int64), label_at, side="right") - 1
         reference = None if self.reference is None else torch.from_numpy(self.reference[numbers])
         tokens = torch.from_numpy(self.documents.trained[numbers].astype(np.float32))
-        return ScoredDocuments(torch.from_numpy(of_label), tokens, reference, nll_scale, numbers)
+        desirable = None if self.desirable is None else torch.from_numpy(self.desirable[numbers])
+        return ScoredDocuments(torch.from_numpy(of_label), tokens, reference, scales, numbers, desirable)
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:
         """The contents of rows with the given documents."""
@@ -409,12 +454,14 @@ class TrainPlan:
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
         chosen, rows = self.rows_of(step), self.rows
-        scale = rows.nll_scale(chosen) if rows.objective.divisor == "examples" else 1.0
-        micro_batches = rows.collate_each(self.shares(step, rank), scale)
+        micro_batches, mismatched = rows.collate_each(self.shares(step, rank), rows.scales(chosen)), list[MicroBatch]()
         trained, tokens, squared = (
             int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths)
         )
-        return StepBatch(micro_batches, trained, tokens, squared, rows.divisor(chosen))
+        if rows.mismatched is not None:
+            numbers, size = rows.members_of(chosen), self.config.per_device_train_batch_size
+            mismatched = rows.mismatched.collate_documents(numbers, size, rank, self.world)
+        return StepBatch(micro_batches, trained, tokens, squared, rows.divisor(chosen), mismatched)
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
         """Yields the batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
@@ -432,7 +479,7 @@ def evaluation_batches(rows: Rows, batch_size: int, rank: int, world: int) -> It
 
     Ranks without rows left get a micro-batch of weight zero.
     """
-    scale = rows.nll_scale() if rows.objective.divisor == "examples" else 1.0
+    scales = rows.scales()
     for start in range(0, len(rows), batch_size * world):
         first = start + rank * batch_size
-        yield rows.collate(np.arange(first, min(first + batch_size, len(rows))), scale)
+        yield rows.collate(np.arange(first, min(first + batch_size, len(rows))), scales)

@@ -17,10 +17,11 @@ import numpy.typing as npt
 from trainers.data.report import Report
 from trainers.data.tokenise import ARRAYS, TokenizeTask
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _BLOCK = 4 << 20  # bytes per checksum
 _CHECKED_BLOCKS = 256  # of each array; of a larger array, this many blocks are checked, evenly spaced
 _META = "meta.json"
+_DOCUMENTS = 1 << 14  # whose masks are searched at once
 
 
 class TokenSet:
@@ -32,6 +33,7 @@ class TokenSet:
         report: Counts of rows and tokens.
         lengths: `[documents]` int64, tokens of each.
         trained: `[documents]` int64, trained tokens of each.
+        desirable: `[documents]` bool, the label of each; True for data without labels.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
@@ -42,6 +44,7 @@ class TokenSet:
         arrays = {name: _map(folder / name, dtype) for name, dtype in ARRAYS.items()}
         self.lengths: npt.NDArray[np.int64] = arrays["lengths"]
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
+        self.desirable: npt.NDArray[np.bool_] = arrays["desirable"]
         self._input_ids = arrays["input_ids"]
         self._mask = arrays["mask"]
         self._files = arrays["files"]
@@ -75,6 +78,16 @@ class TokenSet:
         """Token ids of a document, and the mask of trained tokens; read-only views."""
         start, end = self._starts[index], self._starts[index + 1]
         return self._input_ids[start:end], self._mask[start:end]
+
+    def first_trained(self) -> npt.NDArray[np.int64]:
+        """`[documents]` tokens before the first trained one of each document."""
+        first = np.empty(len(self), dtype=np.int64)
+        for low in range(0, len(self), _DOCUMENTS):
+            starts = self._starts[low : low + _DOCUMENTS + 1]
+            trained = np.flatnonzero(self._mask[starts[0] : starts[-1]])
+            offsets = starts[:-1] - starts[0]
+            first[low : low + _DOCUMENTS] = trained[np.searchsorted(trained, offsets)] - offsets
+        return first
 
     def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Token ids of several documents, concatenated, and the mask of trained tokens; copies."""

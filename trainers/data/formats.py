@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import FORMAT_COLUMNS, PREFERENCE, SFT_FORMATS
+from trainers.config.objectives import FORMAT_COLUMNS, OBJECTIVES, PREFERENCE, SFT_FORMATS
 from trainers.config.options import COLUMN_ROLES
 from trainers.data.messages import (
     MEDIA,
@@ -27,6 +27,9 @@ __all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecog
 
 OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
 OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have beside `FORMAT_COLUMNS`
+    "labelled": OF_CHATS,
+    "labelled_chat": OF_CHATS,
+    "labelled_sharegpt": OF_CHATS,
     "chat": OF_CHATS,
     "sharegpt": OF_CHATS,
     "prompt_completion": OF_CHATS,
@@ -63,6 +66,7 @@ class Document:
         prompt: Text that is not trained.
         completion: Text that is trained; plain text is a completion without a prompt.
         left_out: Indices of further assistant messages that are not trained.
+        desirable: The label, of an example that has one.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
@@ -73,6 +77,7 @@ class Document:
     prompt: str = ""
     completion: str = ""
     left_out: frozenset[int] = frozenset()
+    desirable: bool = True
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -107,7 +112,8 @@ def unrecognised(
     mapped = f" with columns={dict(columns)}" if columns else ""
     mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} match no known format"]
     if formats != SFT_FORMATS:
-        lacking = [role for role in FORMAT_COLUMNS[formats[0]] if role not in _roles(names, columns)]
+        have = _roles(names, columns)
+        lacking = min(([role for role in FORMAT_COLUMNS[name] if role not in have] for name in formats), key=len)
         mistakes[0] = f"{where}: the columns {listed}{mapped} lack {' and '.join(lacking)}"
     missing = [column for column in columns.values() if column not in names]
     mistakes += [
@@ -116,7 +122,8 @@ def unrecognised(
     known = "; ".join(f"{name}: {', '.join(FORMAT_COLUMNS[name])}" for name in formats)
     others = [name for name in FORMAT_COLUMNS if name not in formats]
     if other := recognise(names, columns, others):
-        remedy = "sft" if other in SFT_FORMATS else "dpo, simpo, cpo or orpo"
+        *names_of, last = [spec.name for spec in OBJECTIVES.values() if other in spec.formats]
+        remedy = f"{', '.join(names_of)} or {last}" if names_of else last
         mistakes.append(f"these are columns of the format {other}, which other objectives take: set objective={remedy}")
     return ConfigError([*mistakes, f"map yours with --columns role=column, such as prompt=question ({known})"])
 
@@ -304,7 +311,8 @@ def _turns(value: Any) -> list[Message]:
     return messages
 
 
-def _from_prompt_completion(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+def from_prompt_completion(values: dict[str, Any], fields: Fields) -> Document:
+    """A document of a prompt and its completion, both text or both messages."""
     prompt, completion = values["prompt"], values["completion"]
     if isinstance(prompt, list) and isinstance(completion, list) and not all(map(is_text_part, prompt)):
         prompt_messages, _ = parse_messages(prompt, "prompt", ("role", "content"), {}, fields)
@@ -342,7 +350,7 @@ def answer_text(value: Any, location: str, fields: Fields | None = None) -> str:
 _BUILDERS = {
     "chat": _from_chat,
     "sharegpt": _from_sharegpt,
-    "prompt_completion": _from_prompt_completion,
+    "prompt_completion": lambda values, chat, fields: from_prompt_completion(values, fields),
     "alpaca": _from_alpaca,
     "text": _from_text,
 }

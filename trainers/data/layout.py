@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -60,6 +60,22 @@ class DocumentLayout:
         return replace(self, **moved)
 
 
+class Scales(NamedTuple):
+    """Factors that make a sum, divided by the examples of the global batch, a mean over something else there.
+
+    Attributes:
+        nll: Examples / trained tokens of the first documents of all examples.
+        desirable, undesirable: Examples / those with that label; not a number if there are none.
+    """
+
+    nll: float = 1.0
+    desirable: float = math.nan
+    undesirable: float = math.nan
+
+
+UNSCALED = Scales()
+
+
 @dataclass(frozen=True)
 class ScoredDocuments:
     """The documents of a micro-batch, example after example, for objectives that compare their log-probabilities.
@@ -68,20 +84,26 @@ class ScoredDocuments:
         of_label: `[labels]` number of the document, among these, that each label belongs to.
         tokens: `[documents]` fp32, trained tokens of each; of the full document, where ranks share rows.
         reference: `[documents]` fp32, log-probability of each under the initial model; None without a reference.
-        nll_scale: examples / trained tokens of the first documents of all examples, over the global batch.
+        scales: factors of the global batch.
         numbers: `[documents]` their numbers in the data set, in host memory.
+        desirable: `[documents]` bool, the label of each; None without labels.
+        kl: fp32 scalar, KL divergence from the initial model over the global batch; None without.
     """
 
     of_label: torch.Tensor
     tokens: torch.Tensor
     reference: torch.Tensor | None
-    nll_scale: float
+    scales: Scales
     numbers: np.ndarray
+    desirable: torch.Tensor | None = None
+    kl: torch.Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
-        names = ("of_label", "tokens", *(["reference"] if self.reference is not None else []))
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names})
+        tensors = {name: getattr(self, name) for name in ("of_label", "tokens", "reference", "desirable", "kl")}
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
+                 if tensor is not None}  # fmt: skip
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 Preferences come in the columns of TRL: `chosen` and `rejected`, each text, a message or messages, with their `prompt`
 in a column of its own or at their start. The conversation before them may also stand in `messages` or `conversations`.
+Single answers have a column `label`, true if they are desirable: TRL's `prompt` and `completion`, or a conversation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from trainers.config.objectives import PREFERENCE
+from trainers.config.objectives import PREFERENCE, SFT_FORMATS
 from trainers.config.strict_json import STRICT
 from trainers.data.formats import (
     OF_CHATS,
@@ -19,6 +21,7 @@ from trainers.data.formats import (
     answer_text,
     canonical,
     conversation,
+    from_prompt_completion,
     optional_text,
     plain_text,
     recognise,
@@ -58,12 +61,37 @@ def example(
         RowError: if the row does not fit the format.
     """
     name = recognise(row, columns, formats) if format_name == "auto" else format_name
-    if name != PREFERENCE:
-        return (canonical(row, format_name, columns, chat),)
+    if name in SFT_FORMATS:
+        return (canonical(row, name, columns, chat),)
     values, fields = values_by_role(row, name, columns)
-    pair = _pair(values, fields)
-    refuse_too_large(pair)
-    return pair
+    documents = _pair(values, fields) if name == PREFERENCE else (_labelled(values, fields),)
+    refuse_too_large(documents)
+    return documents
+
+
+def _labelled(values: dict[str, Any], fields: Fields) -> Document:
+    """A prompt and its completion, or a conversation of which the last message is judged, with their label."""
+    desirable = _label(values["label"])
+    if "completion" in values:
+        values |= {role: _parsed(values[role]) for role in ("prompt", "completion")}
+        return replace(from_prompt_completion(values, fields), desirable=desirable)
+    role = "messages" if "messages" in values else "conversations"
+    messages, trained = _messages(values[role], role, fields)
+    if messages[-1]["role"] != "assistant":
+        problem = f"ends with a message of role {messages[-1]['role']!r}; the label judges one of the assistant"
+        raise RowError("no trained token", f"{role} {problem}")
+    document = conversation(messages, trained, values, fields, untrained=len(messages) - 1)
+    return replace(document, desirable=desirable)
+
+
+def _label(value: Any) -> bool:
+    """A label as JSON and tables hold it: true or false, 1 or 0, or the text of one of them."""
+    text = value.strip().lower() if isinstance(value, str) else value
+    if text in (True, "true", "1"):
+        return True
+    if text in (False, "false", "0"):
+        return False
+    raise RowError("wrong label", f"label is {str(value)[:40]!r}, not true or false (or 1 or 0)")
 
 
 def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
@@ -74,7 +102,8 @@ def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     listed = [_is_conversation(values[role]) for role in _SIDES]
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
-    return (_conversations if listed[0] else _texts)(values, fields)
+    chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
+    return chosen, replace(rejected, desirable=False)
 
 
 def _parsed(value: Any) -> Any:

@@ -27,6 +27,7 @@ DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
     "trained": np.int64,
     "files": np.int32,
     "lines": np.int64,
+    "desirable": np.bool_,
 }
 ARRAYS = {**TOKEN_ARRAYS, **DOCUMENT_ARRAYS}
 _BATCH = 256  # rows given to the tokenizer at once
@@ -194,8 +195,8 @@ def example_of(row: dict[str, Any], format_name: str, options: Options) -> tuple
         return error.bad
 
 
-_Piece = tuple[int, list[Encoded]]
-"""The line of a row, and the documents of one example of it."""
+_Piece = tuple[int, list[Encoded], bool]
+"""The line of a row, the documents of one example of it, and whether it is desirable."""
 
 
 def encode_rows(
@@ -219,8 +220,16 @@ def encode_rows(
             detail = f"{longest:,} tokens, over max_length={options.max_length}"
             report.add_bad(f"{display_name}:{line}", BadRow(TOO_LONG, detail))
             continue
-        pieces += [(line, piece) for piece in fit(usable, options.max_length, options.overlong, report)]
-    report.documents += sum(len(piece) for _, piece in pieces)
+        assert not isinstance(item, BadRow)
+        truncated, dropped = report.truncated, report.dropped
+        for start in range(0, len(usable), len(options.parts)):
+            documents = usable[start : start + len(options.parts)]
+            fitting = fit(documents, options.max_length, options.overlong, report)
+            pieces += [(line, piece, item[start].desirable) for piece in fitting]
+        # A row with two examples counts once.
+        report.truncated = min(report.truncated, truncated + 1)
+        report.dropped = min(report.dropped, dropped + 1)
+    report.documents += sum(len(piece) for _, piece, _ in pieces)
     return pieces
 
 
@@ -271,8 +280,9 @@ def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
 def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
     if not pieces:
         return {}
-    documents = [document for _, piece in pieces for document in piece]
-    lines = [line for line, piece in pieces for _ in piece]
+    documents = [document for _, piece, _ in pieces for document in piece]
+    lines = [line for line, piece, _ in pieces for _ in piece]
+    desirable = [desirable for _, piece, desirable in pieces for _ in piece]
     return {
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
@@ -280,4 +290,5 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
         "trained": np.array([piece.mask.sum() for piece in documents], dtype=np.int64),
         "files": np.full(len(documents), number, dtype=np.int32),
         "lines": np.array(lines, dtype=np.int64),
+        "desirable": np.array(desirable, dtype=np.bool_),
     }

@@ -10,12 +10,13 @@ from trainers.config.options import TrainConfig
 from trainers.data.layout import ScoredDocuments
 from trainers.objectives.cpo import Cpo
 from trainers.objectives.dpo import Dpo
+from trainers.objectives.kto import Kto
 from trainers.objectives.orpo import Orpo
 from trainers.objectives.simpo import Simpo
 
 DocumentLoss = Callable[[torch.Tensor, ScoredDocuments], tuple[torch.Tensor, torch.Tensor]]
 """Summed loss (a scalar) and summed metrics `[metrics]` of the log-probabilities `[documents]` of a micro-batch."""
-_LOSSES: dict[str, type[Dpo | Simpo | Cpo | Orpo]] = {"dpo": Dpo, "simpo": Simpo, "cpo": Cpo, "orpo": Orpo}
+_LOSSES: dict[str, Callable[..., DocumentLoss]] = {"dpo": Dpo, "simpo": Simpo, "cpo": Cpo, "orpo": Orpo, "kto": Kto}
 
 
 def document_loss(config: TrainConfig) -> DocumentLoss | None:

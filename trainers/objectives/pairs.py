@@ -59,7 +59,7 @@ class PairLoss(ABC):
         pairs = Pairs(*(part for values in per_document for part in values.view(-1, 2).unbind(1)))
         loss = self.losses(pairs).sum()
         if weight := self.options["nll_weight"]:
-            loss = loss - pairs.chosen.sum() * (weight * documents.nll_scale)
+            loss = loss - pairs.chosen.sum() * (weight * documents.scales.nll)
         with torch.no_grad():
             chosen, rejected = self.rewards(pairs)
             metrics = [(chosen > rejected).to(chosen.dtype), chosen - rejected, chosen, rejected]

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
+from trainers.data.mismatched import Mismatched
 from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.run.compatibility import checkpoint_to_resume, versions
@@ -115,11 +118,13 @@ def plan_training(
 def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = FULL_SEQUENCE) -> Rows:
     """Rows of the data: packed, or one example each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
-    return Rows(documents, config.row_tokens, config.packing, fixed, shard, config.objective_spec)
+    spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
+    mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
+    return Rows(documents, *layout, documents.desirable if spec.labelled else None, mismatched)
 
 
 def describe_plan(plan: TrainPlan) -> str:
-    """One line with rows, steps, accumulation and tokens per step."""
+    """One line with rows, steps, accumulation and tokens per step; one with the labels, if there are any."""
     rows, config = plan.rows, plan.config
     kind = f"packed rows of {config.row_tokens}" if config.packing else "rows"
     tokens = int(rows.lengths.sum())
@@ -128,7 +133,16 @@ def describe_plan(plan: TrainPlan) -> str:
         f"{len(rows)} {kind}{fill}; {plan.total_steps} steps of {config.global_batch_size} rows = {plan.accumulation} "
         f"micro-batches x {config.per_device_train_batch_size} rows x {plan.world} ranks; "
         f"about {tokens * config.global_batch_size // len(rows)} tokens per step"
+        + ("" if rows.desirable is None else f"\n{_describe_labels(rows.desirable, config)}")
     )
+
+
+def _describe_labels(desirable: np.ndarray, config: TrainConfig) -> str:
+    """How many examples have each label, and how their weights compare."""
+    good, bad = int(desirable.sum()), int((~desirable).sum())
+    totals = (config.desirable_weight * good, config.undesirable_weight * bad)
+    compared = f", weighted {totals[0] / totals[1]:.3g} to 1" if min(totals) > 0 else ""
+    return f"{good:,} desirable and {bad:,} undesirable examples{compared}"
 
 
 def machine_mistakes(config: TrainConfig, has_gpu: bool, on_this_machine: bool = True) -> list[Mistake]:

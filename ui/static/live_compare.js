@@ -13,7 +13,8 @@ Live.compare = (element, server) => {
     tokens_per_second: "Tokens per second", memory_gib: "Memory, GiB", eval_token_accuracy: "Evaluation accuracy",
     mfu: "Peak speed used (MFU)", aux_loss: "Load balancing loss",
     reward_accuracy: "Preference accuracy", eval_reward_accuracy: "Evaluation preference accuracy",
-    reward_margin: "Reward margin", eval_reward_margin: "Evaluation reward margin" };
+    reward_margin: "Reward margin", eval_reward_margin: "Evaluation reward margin",
+    kl: "KL divergence", eval_kl: "Evaluation KL divergence" };
   const params = new URLSearchParams(location.search);
   const ids = [...new Set((params.get("runs") || "").split(",").filter(Boolean))].slice(0, 8);
   if (!ids.length) { root.hidden = true; return; }

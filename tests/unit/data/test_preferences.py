@@ -22,7 +22,7 @@ USER, RIGHT, WRONG = (
     {"role": "assistant", "content": "2"},
     {"role": "assistant", "content": "3"},
 )
-PLAIN = (Document(prompt="1+1?", completion=" 2"), Document(prompt="1+1?", completion=" 3"))
+PLAIN = (Document(prompt="1+1?", completion=" 2"), Document(prompt="1+1?", completion=" 3", desirable=False))
 
 
 def read(row: dict[str, Any], **columns: str) -> tuple[Document, ...]:

@@ -12,7 +12,7 @@ import torch
 from trainers.config.objectives import OBJECTIVES, OWN_OPTIONS
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.data.layout import ScoredDocuments
+from trainers.data.layout import Scales, ScoredDocuments
 from trainers.objectives.objective import DocumentLoss, document_loss
 
 PAIRS = 5
@@ -40,7 +40,7 @@ def documents(reference: bool = True) -> tuple[torch.Tensor, ScoredDocuments]:
     initial = -torch.rand(2 * PAIRS, generator=generator, dtype=torch.float64) * tokens
     numbers = np.arange(2 * PAIRS)
     of_label = torch.zeros(0, dtype=torch.int64)
-    return log_probs, ScoredDocuments(of_label, tokens, initial if reference else None, NLL_SCALE, numbers)
+    return log_probs, ScoredDocuments(of_label, tokens, initial if reference else None, Scales(NLL_SCALE), numbers)
 
 
 def sigmoid(value: float) -> float:
@@ -104,7 +104,9 @@ def test_chosen_and_rejected_the_other_way_round_is_another_loss() -> None:
     log_probs, pairs = documents()
     assert pairs.reference is not None
     order = torch.arange(2 * PAIRS).view(-1, 2).flip(1).reshape(-1)
-    swapped = ScoredDocuments(pairs.of_label, pairs.tokens[order], pairs.reference[order], NLL_SCALE, pairs.numbers)
+    swapped = ScoredDocuments(
+        pairs.of_label, pairs.tokens[order], pairs.reference[order], Scales(NLL_SCALE), pairs.numbers
+    )
     for objective in ("dpo", "simpo", "cpo", "orpo"):
         loss = loss_of(objective)
         assert float(loss(log_probs, pairs)[0]) != pytest.approx(float(loss(log_probs[order], swapped)[0]), rel=1e-3)
@@ -122,7 +124,7 @@ def test_metrics_are_sums_of_rewards() -> None:
 
 def test_the_odds_of_a_certain_answer_are_finite() -> None:
     tokens, numbers = torch.ones(2, dtype=torch.float64), np.arange(2)
-    pairs = ScoredDocuments(torch.zeros(0, dtype=torch.int64), tokens, None, NLL_SCALE, numbers)
+    pairs = ScoredDocuments(torch.zeros(0, dtype=torch.int64), tokens, None, Scales(NLL_SCALE), numbers)
     log_probs = torch.tensor([0.0, -200.0], dtype=torch.float64, requires_grad=True)
     loss, _ = loss_of("orpo")(log_probs, pairs)
     (gradient,) = torch.autograd.grad(loss, log_probs)
