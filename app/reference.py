@@ -24,7 +24,9 @@ def _row(name: str, field: Any) -> str:
 
 def _values(field: Any) -> str:
     """The allowed values of a choice, otherwise the range and the unit."""
-    choices = [word for word in get_args(field.annotation) if isinstance(word, str)]
+    choices = field.json_schema_extra["choices"] or [
+        word for word in get_args(field.annotation) if isinstance(word, str)
+    ]
     if choices:
         return ", ".join(f"`{word}`" for word in choices)
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

@@ -37,7 +37,7 @@ class PairBench(Bench):
 
     def __init__(self, folder: Path):
         super().__init__(folder)
-        chats = [write_chat(folder / f"{name}.jsonl", 2000, seed) for name, seed in (("chosen", 2), ("rejected", 3))]
+        chats = [write_chat(folder / f"{name}.jsonl", 600, seed) for name, seed in (("chosen", 2), ("rejected", 3))]
         self.data = folder / "pairs.jsonl"
         with open(self.data, "w", encoding="utf-8") as file:
             for lines in zip(*(path.read_text(encoding="utf-8").splitlines() for path in chats), strict=True):

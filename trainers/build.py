@@ -51,7 +51,7 @@ from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import refuse_unsplittable_rows, share_rows
 from trainers.parallel.shards import check_coverage
 from trainers.parallel.tensor import split_model
-from trainers.run.compatibility import plain, versions
+from trainers.run.compatibility import plain, recorded_versions
 from trainers.run.ending import Ending
 from trainers.run.errors import TrainingError
 from trainers.run.folder import Process, RunFolder
@@ -303,7 +303,7 @@ def checkpoints(
     Raises:
         TrainingError: on every rank, if `checkpoint_url` cannot be used.
     """
-    origin = Origin(strategy.name, plain(config), fingerprint, base, versions())
+    origin = Origin(strategy.name, plain(config), fingerprint, base, recorded_versions(config))
     checkpoints = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
     error = None
     if ranks.is_main and config.checkpoint_url:

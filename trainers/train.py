@@ -33,6 +33,7 @@ from trainers.monitor.startup_timer import StartupTimer
 CLOCK = StartupTimer()  # before the other imports, which take most of the startup time
 
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.objective_file import read_objective, split_objective
 from trainers.config.options import TrainConfig, absolute_paths, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
@@ -40,7 +41,7 @@ from trainers.run.compatibility import changes_since_save
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending
 from trainers.run.errors import RollBack, TrainingError
-from trainers.run.folder import Process, RunFolder, now, register_outside, write_json
+from trainers.run.folder import Process, RunFolder, now, register_outside, write_atomic, write_json
 from trainers.run.gpus import find_gpus, gpu_count
 from trainers.run.import_path import WORKING_FOLDER
 from trainers.run.launch import (
@@ -319,6 +320,8 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     before = run.read_state()
     run.forget_last_attempt()
     write_json(run.chat_template, template_record(config))
+    if split_objective(config.objective):
+        write_atomic(run.objective, read_objective(config.objective).decode())
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0

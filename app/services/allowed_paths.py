@@ -12,6 +12,7 @@ from typing import Any
 
 from app.console import shortened
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.objective_file import split_objective
 from trainers.config.options import EMBEDDED
 from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
@@ -42,6 +43,10 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mist
         value = str(values.get(name) or "")
         if value.lower() not in ("", "none", "null") and (reason := _refused(name, value, roots)):
             mistakes.append(Mistake(name, shortened(value), reason))
+    objective = str(values.get("objective") or "")
+    if split_objective(objective):
+        problem, remedy = "is a file of code, which no page runs", "start the run from a terminal: tunesmith train"
+        mistakes.append(Mistake("objective", shortened(objective), problem, remedy))
     url = str(values.get("checkpoint_url") or "")
     if url.lower() not in ("", "none", "null") and url.partition("://")[0].lower() not in STORES:
         mistakes.append(Mistake("checkpoint_url", shortened(url), "is not an object store", f"use {', '.join(STORES)}"))

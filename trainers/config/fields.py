@@ -70,6 +70,8 @@ def choice_labels(option: OptionField) -> list[tuple[str, str]]:
 
 def _field(section: str, name: str, info: Any) -> OptionField:
     kind, optional, choices = _kind(info.annotation)
+    if info.json_schema_extra["choices"]:
+        kind, choices = "choice", info.json_schema_extra["choices"]
     unit = info.json_schema_extra["unit"]
     bounds = [(sign, getattr(rule, sign, None)) for rule in info.metadata for sign in _SIGNS]
     limits = [f"{_SIGNS[sign]} {bound}" for sign, bound in bounds if bound is not None and bound < _NO_LIMIT]

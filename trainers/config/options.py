@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
+from trainers.config.objective_file import file_spec, split_objective
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 
 EMBEDDED = "embedded"
@@ -81,12 +83,21 @@ def _ranks(value: list[str]) -> list[str]:
     return value
 
 
+def _objective(value: str) -> str:
+    if value not in OBJECTIVES and split_objective(value) is None:
+        expected = ", ".join(map(repr, OBJECTIVES))
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": f"{expected}, or path.py:Name"}
+        )
+    return value
+
+
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
 Optionally = BeforeValidator(_none_word)
 
 
-def _option(section: str, default: Any = ..., unit: str = "", **constraints: Any) -> Any:
-    extra: dict[str, Any] = {"section": section, "unit": unit}
+def _option(section: str, default: Any = ..., unit: str = "", choices: tuple[str, ...] = (), **constraints: Any) -> Any:
+    extra: dict[str, Any] = {"section": section, "unit": unit, "choices": choices}
     return Field(default=default, json_schema_extra=extra, **constraints)
 
 
@@ -152,8 +163,8 @@ class TrainConfig(BaseModel):
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
 
     # Objective
-    objective: Literal["sft", "dpo", "simpo", "cpo", "orpo", "kto"] = _option("objective", "sft")
-    """What is trained for: sft learns the answers in the data; kto from good and bad ones, the others from pairs."""
+    objective: Annotated[str, AfterValidator(_objective)] = _option("objective", "sft", choices=tuple(OBJECTIVES))
+    """What to train for: sft, kto (good and bad answers), others (pairs); or `path.py:Name`, an objective of yours."""
     loss_type: Annotated[
         Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired"] | None, Optionally
     ] = _option("objective", None)
@@ -390,7 +401,13 @@ class TrainConfig(BaseModel):
 
     @property
     def objective_spec(self) -> ObjectiveSpec:
-        """What the objective needs and reports, under the config's `loss_type`."""
+        """What the objective needs and reports, under the config's `loss_type`.
+
+        Raises:
+            ConfigError: If it is in a file that cannot be read or does not say so.
+        """
+        if self.objective not in OBJECTIVES:
+            return file_spec(self.objective)
         return OBJECTIVES[self.objective].variant(self.loss_type)
 
     @property
@@ -484,6 +501,8 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
+    if parts := split_objective(config.objective):
+        absolute["objective"] = f"{parts[0].absolute()}:{parts[1]}"
     return config.model_copy(update=absolute)
 
 

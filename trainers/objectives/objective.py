@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
 
+from trainers.config.mistakes import ConfigError
+from trainers.config.objective_file import split_objective
 from trainers.config.options import TrainConfig
 from trainers.data.layout import ScoredDocuments
 from trainers.objectives.cpo import Cpo
@@ -23,4 +26,28 @@ def document_loss(config: TrainConfig) -> DocumentLoss | None:
     """The loss of the config's objective; None if it is a sum over tokens, which `LossModule` computes itself."""
     if config.objective_spec.divisor == "tokens":
         return None
-    return _LOSSES[config.objective](**config.objective_options())
+    return (_LOSSES.get(config.objective) or _class_in_file(config.objective))(**config.objective_options())
+
+
+def _class_in_file(objective: str) -> Callable[..., DocumentLoss]:
+    """Imports the class of the objective `path.py:Name`, which runs the file.
+
+    Raises:
+        ConfigError: if the file fails, or its class is no `DocumentLoss`.
+    """
+    parts = split_objective(objective)
+    assert parts is not None
+    spec = importlib.util.spec_from_file_location("tunesmith_objective", parts[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the file does
+        problem = f"fails when it is imported: {type(error).__name__}: {error}"
+        raise ConfigError.about("objective", objective, problem, "correct the file") from error
+    chosen = getattr(module, parts[1], None)
+    if not isinstance(chosen, type) or not hasattr(chosen, "spec") or getattr(chosen, "__abstractmethods__", None):
+        remedy = "derive it from PairLoss of trainers.objectives.pairs, or give it __init__(**options) and __call__"
+        raise ConfigError.about("objective", objective, "is no class of losses, or lacks a method", remedy)
+    return chosen

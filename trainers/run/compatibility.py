@@ -14,6 +14,7 @@ from typing import Any
 
 from trainers.config.fields import text_of
 from trainers.config.mistakes import Mistake
+from trainers.config.objective_file import objective_version
 from trainers.config.options import TrainConfig
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
 from trainers.run.manifest import read_manifest
@@ -91,6 +92,15 @@ def _is_docstring(node: Any) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
+def recorded_versions(config: TrainConfig) -> dict[str, str]:
+    """Returns what a checkpoint records: `versions()`, and the digest of an objective in a file.
+
+    Raises:
+        ConfigError: If that file cannot be read.
+    """
+    return versions() | objective_version(config.objective)
+
+
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:
     """Returns each option whose value differs from when the checkpoint was saved."""
     then, step = manifest["config"], manifest["step"]
@@ -119,7 +129,7 @@ def refusals(
     Args:
         manifest: Manifest of the checkpoint.
         config: All current options, as plain values.
-        installed: Current result of `versions()`.
+        installed: Current result of `recorded_versions()`.
         force: Only refuse changes that the checkpoint's tensors do not fit.
     """
     changed = changed_options(manifest, config)
@@ -166,7 +176,7 @@ def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) 
         manifest = read_manifest(folder)
     except ValueError:
         return []  # the ranks report what is wrong with it, and may use the previous one
-    return refusals(manifest, plain(config), versions(), config.force_resume)
+    return refusals(manifest, plain(config), recorded_versions(config), config.force_resume)
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:

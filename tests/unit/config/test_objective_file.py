@@ -1,0 +1,117 @@
+"""Objectives in a file of one's own: what is read of them without running them, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.services.allowed_paths import path_mistakes
+from trainers.config.mistakes import ConfigError
+from trainers.config.objective_file import file_spec, objective_version, split_objective
+from trainers.config.objectives import OBJECTIVES
+from trainers.config.options import absolute_paths
+from trainers.config.validation import build
+from trainers.run.compatibility import plain, recorded_versions, refusals
+
+MARGIN = """
+import torch
+from trainers.objectives.pairs import PairLoss
+
+class Margin(PairLoss):
+    spec = {"like": "dpo", "summary": "DPO with a margin."}
+
+    def losses(self, pairs):
+        chosen, rejected = self.rewards(pairs)
+        return -torch.nn.functional.logsigmoid(chosen - rejected - 0.5)
+
+    def rewards(self, pairs):
+        return (
+            self.beta * (pairs.chosen - pairs.chosen_reference), self.beta * (pairs.rejected - pairs.rejected_reference)
+        )
+"""
+
+
+def config(objective: str, **options: Any) -> Any:
+    return build({"model_name_or_path": "embedded", "dataset_name": "embedded", "objective": objective, **options})
+
+
+@pytest.fixture
+def margin(tmp_path: Path) -> str:
+    """`path.py:Name` of a file that ends the process that runs it."""
+    path = tmp_path / "margin.py"
+    path.write_text(f"raise SystemExit('it was run')\n{MARGIN}")
+    return f"{path}:Margin"
+
+
+def test_its_data_options_and_metrics_are_those_of_the_objective_it_is_like(margin: str) -> None:
+    spec, like = file_spec(margin), OBJECTIVES["dpo"]
+    assert (spec.name, spec.title, spec.summary) == (margin, "Margin", "DPO with a margin.")
+    for name in ("parts", "formats", "divisor", "metrics", "defaults", "reference"):
+        assert getattr(spec, name) == getattr(like, name)
+    assert spec.loss_types == ()
+    assert config(margin, beta=0.3).objective_options() == {"beta": 0.3, "label_smoothing": 0.0, "nll_weight": 0.0}
+    with pytest.raises(ConfigError, match="dataset_format=chat with objective"):
+        config(margin, dataset_format="chat")
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("class Other: pass", "has no class Margin; its classes are Other"),
+        ("def broken(", "is no Python"),
+        ("class Margin: pass", "has no spec in its class Margin; such as spec ="),
+        ("class Margin: spec = dict(like='dpo')", "is no literal; it is read without running the file"),
+        ("class Margin: spec = 'dpo'", "is not a dict of texts"),
+        ("class Margin: spec = {'like': 3}", "is not a dict of texts"),
+        ("class Margin: spec = {'like': 'sft'}", "like='sft'; use one of dpo, simpo, cpo, orpo, kto"),
+        ("class Margin: spec = {}", "like=None"),
+        ("class Margin: spec = {'like': 'dpo', 'metrics': 'x'}", "'metrics', which is no key of it"),
+        ("class Margin: spec = {'like': 'dpo', 'summary': 'a\\nb'}", "summary is not one line of text"),
+        ("#" * (1 << 21), "has a file of more than 1,048,576 bytes"),
+    ],
+)
+def test_a_file_without_a_valid_spec_is_refused(tmp_path: Path, source: str, problem: str) -> None:
+    (tmp_path / "margin.py").write_text(source)
+    with pytest.raises(ConfigError) as caught:
+        config(f"{tmp_path}/margin.py:Margin")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("objective", "problem"),
+    [
+        ("dop", "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', or path.py:Name"),
+        ("nowhere/margin.py:Margin", "cannot be read: No such file or directory; check the path"),
+        ("margin.py", "is not a valid value"),
+        ("margin.py:1", "is not a valid value"),
+        ("margin.txt:Margin", "is not a valid value"),
+    ],
+)
+def test_what_is_neither_an_objective_nor_a_file_is_refused(objective: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(objective)
+    assert problem in str(caught.value)
+
+
+def test_no_page_runs_a_file_of_code(margin: str, tmp_path: Path) -> None:
+    (mistake,) = path_mistakes({"objective": margin}, [tmp_path])
+    assert str(mistake).endswith(
+        "is a file of code, which no page runs; start the run from a terminal: tunesmith train"
+    )
+    assert path_mistakes({"objective": "dpo"}, [tmp_path]) == []
+
+
+def test_a_resume_with_another_file_is_refused(margin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = split_objective(margin)[0]  # type: ignore[index]
+    monkeypatch.chdir(path.parent)
+    resolved = absolute_paths(config("margin.py:Margin"))
+    assert resolved.objective == margin, "a saved config works from any folder"
+    saved = {"config": plain(resolved), "versions": recorded_versions(resolved), "step": 3}
+    assert refusals(saved, plain(resolved), recorded_versions(resolved)) == []
+    path.write_text(path.read_text().replace("0.5", "0.7"))
+    (change,) = refusals(saved, plain(resolved), recorded_versions(resolved))
+    assert "the objective margin.py is " in str(change)
+    assert refusals(saved, plain(resolved), recorded_versions(resolved), force=True) == []
+    assert objective_version("dpo") == {}

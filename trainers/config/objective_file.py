@@ -1,0 +1,118 @@
+"""Objectives in a file of one's own, `--objective path.py:Name`. Imports no torch, and never the file.
+
+What a page or a check must know of such an objective is a literal in its class, which is read from the source:
+
+    class Margin(PairLoss):
+        spec = {"like": "dpo", "summary": "Wants a margin between the answers."}
+
+`like` names the objective whose data, reference, options and metrics it has. Only the ranks of a run import the file
+(`trainers/objectives/objective.py`).
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
+
+_PATTERN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
+_MOST_BYTES = 1 << 20
+_LIKE = [name for name, spec in OBJECTIVES.items() if spec.divisor == "examples"]
+_EXAMPLE = 'such as spec = {"like": "dpo"}'
+
+
+def split_objective(objective: str) -> tuple[Path, str] | None:
+    """The file and the class of `path.py:Name`; None for an objective of Tunesmith's."""
+    match = _PATTERN.fullmatch(objective)
+    return (Path(match[1]).expanduser(), match[2]) if match else None
+
+
+def read_objective(objective: str) -> bytes:
+    """The source of the objective `path.py:Name`.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    parts = split_objective(objective)
+    assert parts is not None
+    try:
+        if parts[0].stat().st_size > _MOST_BYTES:
+            raise _refusal(objective, f"has a file of more than {_MOST_BYTES:,} bytes", "use a smaller one")
+        return parts[0].read_bytes()
+    except OSError as error:
+        raise _refusal(objective, f"cannot be read: {error.strerror or error}", "check the path") from None
+
+
+def objective_version(objective: str) -> dict[str, str]:
+    """Name and digest of an objective's file, as of a package and its version; empty for one of Tunesmith's.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    parts = split_objective(objective)
+    if parts is None:
+        return {}
+    return {f"the objective {parts[0].name}": hashlib.sha256(read_objective(objective)).hexdigest()[:16]}
+
+
+def file_spec(objective: str) -> ObjectiveSpec:
+    """What the objective `path.py:Name` needs and reports.
+
+    Raises:
+        ConfigError: if the file cannot be read, has no such class, or the class no valid `spec`.
+    """
+    return _spec_in(objective, read_objective(objective))
+
+
+@lru_cache(maxsize=16)
+def _spec_in(objective: str, source: bytes) -> ObjectiveSpec:
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError) as error:
+        raise _refusal(objective, f"is no Python: {error}", "correct the file") from None
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    name = objective.rpartition(":")[2]
+    if name not in classes:
+        raise _refusal(objective, f"has no class {name}", f"its classes are {', '.join(classes) or 'none'}")
+    values = _literal(objective, classes[name])
+    if unknown := [key for key in values if key not in ("like", "summary")]:
+        raise _refusal(objective, f"has a spec with {unknown[0]!r}, which is no key of it", "use like and summary")
+    like, summary = values.get("like"), values.get("summary", f"Like {values.get('like')}.")
+    if like not in _LIKE:
+        raise _refusal(objective, f"has a spec with like={like!r}", f"use one of {', '.join(_LIKE)}")
+    if not isinstance(summary, str) or not summary.isprintable() or not 0 < len(summary) <= 200:
+        raise _refusal(objective, "has a spec whose summary is not one line of text", "write one sentence")
+    more: dict[str, Any] = {"loss_types": (), "variants": {}, "source": ""}
+    return replace(OBJECTIVES[like], name=objective, label=name, title=name, summary=summary, **more)
+
+
+def _literal(objective: str, node: ast.ClassDef) -> dict[Any, Any]:
+    """The value of `spec` in a class."""
+    assigned = [
+        statement.value
+        for statement in node.body
+        if isinstance(statement, ast.Assign)
+        and any(isinstance(target, ast.Name) and target.id == "spec" for target in statement.targets)
+    ]
+    if not assigned:
+        raise _refusal(objective, f"has no spec in its class {node.name}", _EXAMPLE)
+    try:
+        value = ast.literal_eval(assigned[-1])
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        raise _refusal(
+            objective, "has a spec that is no literal; it is read without running the file", _EXAMPLE
+        ) from None
+    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in (*value, *value.values())):
+        raise _refusal(objective, "has a spec that is not a dict of texts", _EXAMPLE)
+    return value
+
+
+def _refusal(objective: str, problem: str, remedy: str) -> ConfigError:
+    return ConfigError.about("objective", objective, problem, remedy)
