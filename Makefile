@@ -1,6 +1,6 @@
 # make demo: install and fine-tune the embedded model; make demo PRESET=tiny-dpo: with another of its presets.
 # make test: set up and show each promise once (ten minutes).
-# make check: what a change must pass.  make unit, make e2e, make parity, make faults: four suites whole.
+# make check: what a change must pass.  make unit, e2e, parity, faults, browser: a suite whole.
 # make gpu: proof on a GPU, with the packages of $(PYTHON).
 # TORCH=cuda|cpu chooses the build of torch; the default follows the machine (see docs/getting-started.md).
 
@@ -24,7 +24,7 @@ SSE := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE MKL_ENABLE_INSTRUCTIONS=S
 AVX2 := ATEN_CPU_CAPABILITY=avx2 MKL_CBWR=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2
 AVX512 := ATEN_CPU_CAPABILITY=avx512 MKL_ENABLE_INSTRUCTIONS=AVX512
 
-.PHONY: setup demo check gpu test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels unit e2e parity faults docs pictures bench lint clean
+.PHONY: setup demo check gpu test test-all test-browser slurm test-slurm test-ray test-integrations integrations test-kernels unit e2e parity faults browser docs pictures bench lint clean
 
 setup: $(DEVELOPMENT)
 
@@ -121,6 +121,9 @@ faults: setup
 
 parity: setup
 	$(BIN)/python -m pytest -n 2 tests/parity -m ""
+
+browser: setup
+	$(BIN)/python -m pytest -n 2 tests/browser -m ""
 
 # The site, from README.md and docs/; a link that leads nowhere is an error.
 docs: setup

@@ -19,7 +19,12 @@ from tests.browser.conftest import SHIFT_LIMIT, SIZES, THEMES, Served, Tabs, axe
 from tests.forked import BY_HAND
 
 PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/chat", "/system")
-SHAPES = [(size, scheme) for size in SIZES for scheme in THEMES]
+SHAPES = [
+    pytest.param(size, scheme, marks=[] if (size == "phone") == (scheme == "dark") else pytest.mark.long)
+    for size in SIZES
+    for scheme in THEMES
+]
+"""`make check` sees both sizes and all themes once; `make browser` each size in each theme."""
 USER, PASSWORD = "ada", "correct horse battery"
 
 
