@@ -54,7 +54,7 @@ from trainers.parallel.tensor import split_model
 from trainers.run.compatibility import plain, versions
 from trainers.run.ending import Ending
 from trainers.run.errors import TrainingError
-from trainers.run.folder import Process, RunFolder
+from trainers.run.folder import Process, RunFolder, read_json
 from trainers.run.manifest import Origin
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
@@ -303,7 +303,7 @@ def checkpoints(
     Raises:
         TrainingError: on every rank, if `checkpoint_url` cannot be used.
     """
-    origin = Origin(strategy.name, plain(config), fingerprint, base, versions())
+    origin = Origin(strategy.name, plain(config), fingerprint, base, versions(), read_json(run.start))
     checkpoints = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
     error = None
     if ranks.is_main and config.checkpoint_url:

@@ -36,11 +36,12 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig, absolute_paths, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
-from trainers.run.compatibility import changes_since_save
+from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending
 from trainers.run.errors import RollBack, TrainingError
-from trainers.run.folder import Process, RunFolder, now, register_outside, write_json
+from trainers.run.folder import Process, RunFolder, now, read_json, register_outside, write_json
+from trainers.run.from_run import record_start, resolve_request, start_line
 from trainers.run.gpus import find_gpus, gpu_count
 from trainers.run.import_path import WORKING_FOLDER
 from trainers.run.launch import (
@@ -83,7 +84,7 @@ def main(argv: list[str]) -> int:
             request = parse_request(argv)
             if request.check:
                 return print_check(request)
-            launch, config = find_launch(request.accelerate_config), absolute_paths(request.resolve())
+            launch, config = find_launch(request.accelerate_config), absolute_paths(resolve_request(request))
             refuse_fresh_restart(config.resume_from_checkpoint, os.environ)
             strategy = asked_strategy(launch, config)
             config, notes = with_micro_batch(config, strategy, request)
@@ -164,7 +165,7 @@ def print_check(request: Request) -> int:
     Returns:
         The exit status.
     """
-    config, run_dir = request.resolve(), os.environ.get("TUNESMITH_RUN_DIR")
+    config, run_dir = resolve_request(request), os.environ.get("TUNESMITH_RUN_DIR")
     if source := os.environ.get("TUNESMITH_RESUME_FROM"):
         config = config.model_copy(update={"resume_from_checkpoint": source})
     strategy = load_strategy(os.environ.get("TUNESMITH_STRATEGY", "single"))
@@ -232,6 +233,7 @@ def train(
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
+        from trainers.model.adapter import load_start
         from trainers.model.sizes import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
@@ -256,6 +258,8 @@ def train(
     base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
+    if folder is None:
+        load_start(config, loss.model)
     progress = checkpoints.load(folder, loss.model, loss.stored) if folder else Progress()
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
@@ -319,6 +323,10 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     before = run.read_state()
     run.forget_last_attempt()
     write_json(run.chat_template, template_record(config))
+    resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
+    if start := record_start(config, read_json(run.start), resumes):
+        write_json(run.start, start)
+        print(start_line(config, start), flush=True)
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0

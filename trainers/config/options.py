@@ -122,6 +122,8 @@ class TrainConfig(BaseModel):
     """Hub id or local folder of the base model; `embedded` is the small model that ships with Tunesmith."""
     model_revision: Annotated[str | None, Optionally] = _option("model", None)
     """Branch, tag or commit of the base model on the Hub."""
+    from_run: Annotated[str | None, Optionally] = _option("model", None)
+    """Start from a run's result: its name or folder, or the folder of an export or adapter."""
     trust_remote_code: bool = _option("model", False)
     """Allow custom model code from the model's repository; enable only if you have read and trust that code."""
     random_init: bool = _option("model", False)

@@ -40,11 +40,15 @@ _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endo
 
 
 def tokenizer_folder(config: TrainConfig) -> Path:
-    """The local folder with the tokenizer's files, downloaded from the Hub if necessary.
+    """The local folder with the tokenizer's files: that of the run to start from, or of the base model.
+
+    A model on the Hub is downloaded if necessary.
 
     Raises:
         ConfigError: if the model is missing, gated or unreachable.
     """
+    if config.from_run and (Path(config.from_run) / "tokenizer.json").is_file():
+        return Path(config.from_run)
     name = config.model_name_or_path
     if name == EMBEDDED:
         from trainers.embedded import BASE_DIR

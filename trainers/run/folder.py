@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, RunRecord, refuse_irregular
+from trainers.run.record import CHAT_TEMPLATE, START, RunRecord, refuse_irregular
 
 __all__ = [
     "Process",
@@ -169,6 +169,7 @@ class RunFolder:
         self.out_of_memory = self.heartbeats / "out-of-memory.json"
         self.skipped_steps = self.path / "passed_over.json"
         self.chat_template = self.path / CHAT_TEMPLATE
+        self.start = self.path / START
         self.scheduler = self.path / "scheduler.json"
         self.ray = self.path / "ray.json"
         self.sweep = self.path / "sweep.json"
