@@ -362,7 +362,7 @@ def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
 
 
 def _free_folder(config: TrainConfig) -> Path:
-    name = config.run_name or config.preset or config.model_name_or_path
+    name = config.run_name or config.label
     ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
     folders = (Path(config.runs_dir).expanduser() / run_id for run_id in ids)
     return next(folder for folder in folders if not folder.exists())

@@ -295,7 +295,7 @@ def _folder(command: _Command, config: TrainConfig) -> Path:
     """
     try:
         if config.output_dir is None:
-            runs_dir, name = Path(config.runs_dir).expanduser().absolute(), config.preset or config.model_name_or_path
+            runs_dir, name = Path(config.runs_dir).expanduser().absolute(), config.label
             ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
             return next(folder for run_id in ids if not (folder := runs_dir / f"prove-{run_id}").exists())
         folder = Path(config.output_dir).expanduser().absolute()

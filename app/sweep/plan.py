@@ -120,7 +120,7 @@ def make_plan(args: Args) -> Plan:
     assert job, "no mistake, and yet no job"
     config = job.config
     known = {axis.option for axis in axes}
-    name = config.preset or config.model_name_or_path
+    name = config.label
     folder = SweepFolder(Path(options["runs_dir"]) / f"{PREFIX}{new_run_id(name, time.time(), os.getpid())}")
     record.id = folder.id
     # Local paths become absolute, as they are in `config`: the sweep may go on from another working folder.

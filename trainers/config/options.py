@@ -386,6 +386,11 @@ class TrainConfig(BaseModel):
         )
 
     @property
+    def label(self) -> str:
+        """What the id of a run says that has no name of its own."""
+        return self.preset or (self.objective if self.from_run else self.model_name_or_path)
+
+    @property
     def objective_spec(self) -> ObjectiveSpec:
         """What the objective needs and reports."""
         return OBJECTIVES[self.objective]

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainers.run.folder import RunFolder, read_json
 from trainers.run.json_file import load_json
 
 EXPORT_RECORD = "tunesmith.json"
@@ -58,6 +59,11 @@ def as_stages(value: Any) -> list[Stage]:
 def in_words(stages: Sequence[Stage]) -> str:
     """The stages in one line, the first one first."""
     return ", then ".join(map(str, stages))
+
+
+def stages_before(run: RunFolder) -> list[Stage]:
+    """The stages that led to what a run started from; none if it started from a base model."""
+    return as_stages((read_json(run.start) or {}).get("stages"))
 
 
 def stages_of(manifest: Mapping[str, Any], run: str) -> list[Stage]:
