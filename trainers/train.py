@@ -233,7 +233,6 @@ def train(
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import prepare, report_lines
         from trainers.loop import TrainContext, TrainLoop
-        from trainers.model.adapter import load_start
         from trainers.model.sizes import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
@@ -242,7 +241,6 @@ def train(
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
         from trainers.reference import set_reference
-        from trainers.run.manifest import Progress
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     data = prepare(config, "train")
@@ -258,9 +256,7 @@ def train(
     base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
-    if folder is None:
-        load_start(config, loss.model)
-    progress = checkpoints.load(folder, loss.model, loss.stored) if folder else Progress()
+    progress = build.load_first_weights(config, checkpoints, folder, loss)
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
     matmul = used_matmul_parameters(loss.base)  # before layers are split over ranks
