@@ -13,7 +13,7 @@ from torch import nn
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
-from trainers.model.load import adapts_tied, model_path, use_checkpointing
+from trainers.model.load import adapts_tied, model_path
 from trainers.model.probe import in_one_line
 from trainers.model.weight_names import Shapes, misfits
 from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of
@@ -113,23 +113,23 @@ def load_start(config: TrainConfig, model: Any) -> None:
     try:
         adapter = Adapter.read(folder, model_path(config))
         if config.method == "full":
-            _merge(adapter, model, config)
+            _merge(adapter, model)
         else:
             adapter.load_into(model)
     except ValueError as error:
         raise ConfigError.about("from_run", folder, f"cannot be used: {error}", "check its base model") from None
 
 
-def _merge(adapter: Adapter, model: Any, config: TrainConfig) -> None:
+def _merge(adapter: Adapter, model: Any) -> None:
     """Adds an adapter to the weights of a full model in place; which of them are trained does not change."""
-    model.gradient_checkpointing_disable()  # for which peft would add hooks, and leave them
     trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     adapted = adapter.attach(model)
     if adapts_tied(model, list(adapted.targeted_module_names)):
         raise ValueError("it adapts one of two tied embeddings; `tunesmith export RUN --merged` gives each its own")
     merged = adapted.merge_and_unload()
     assert merged is model
-    use_checkpointing(model, config)
+    if model.is_gradient_checkpointing:
+        model.disable_input_require_grads()  # peft's hook; that of transformers is left
     for name, weight in model.named_parameters():
         weight.requires_grad_(trained[name])
 
