@@ -47,8 +47,12 @@ def tokenizer_folder(config: TrainConfig) -> Path:
     Raises:
         ConfigError: if the model is missing, gated or unreachable.
     """
-    if config.from_run and (Path(config.from_run) / "tokenizer.json").is_file():
-        return Path(config.from_run)
+    if config.from_run:
+        start = Path(config.from_run)
+        if not start.is_dir():
+            raise ConfigError.about("from_run", start, "is gone, and its tokenizer is needed", "restore the folder")
+        if (start / "tokenizer.json").is_file():
+            return start
     name = config.model_name_or_path
     if name == EMBEDDED:
         from trainers.embedded import BASE_DIR

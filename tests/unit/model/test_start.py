@@ -82,6 +82,9 @@ def test_the_tokenizer_and_its_template_are_those_of_the_export(adapter: Path) -
     config, _ = started(adapter)
     assert tokenizer_folder(config) == adapter
     assert load_tokenizer(config).chat_template.startswith("{% for m in messages %}<{{ m.role }}>")
+    gone = config.model_copy(update={"from_run": f"{adapter}-gone"})
+    with pytest.raises(ConfigError, match="is gone, and its tokenizer is needed"):
+        load_tokenizer(gone)
     base = config.model_copy(update={"from_run": None})
     assert not load_tokenizer(base).chat_template.startswith("{% for m in messages %}<{{ m.role }}>")  # control
 
