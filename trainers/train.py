@@ -322,7 +322,8 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
     if start := record_start(config, read_json(run.start), resumes):
         write_json(run.start, start)
-        print(start_line(config, start), flush=True)
+        if not resumes:
+            print(start_line(config, start), flush=True)
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0

@@ -120,7 +120,7 @@ def start_options(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[
         for option, value in fixed.items()
         if option in chosen and _differs(option, chosen[option], value)
     ]
-    if method == "full" and source.is_adapter and str(values.get("master_weights", True)).lower() == "false":
+    if method == "full" and source.is_adapter and _differs("master_weights", values.get("master_weights", True), True):
         mistakes.append(_unmergeable(source, "master_weights=false would round it away in bf16"))
     if mistakes:
         raise ConfigError(mistakes)
@@ -138,10 +138,12 @@ def find_source(name: str, runs_dir: Path) -> Source:
     Raises:
         ConfigError: If there is no such run or folder, or the run has not exported its result.
     """
-    folder = Path(os.path.expanduser(name)) if os.sep in name else _run_folder(name, runs_dir)
     try:
+        folder = Path(os.path.expanduser(name)) if os.sep in name else _run_folder(name, runs_dir)
         is_folder = folder.is_dir()
-    except OSError:
+    except (OSError, ValueError) as error:  # e.g. a name longer than the file system allows
+        if isinstance(error, ConfigError):
+            raise
         is_folder = False
     if not is_folder:
         remedy = "check the path; a run that was deleted or renamed can be started from no more"

@@ -193,7 +193,9 @@ def test_a_run_without_its_result_is_refused_with_a_way_out(change: Any, expecte
 def test_unknown_names_are_refused(runs: Path) -> None:
     finished(runs, "20261127-sft-1")
     assert "there is no such run in runs; did you mean 20261127-sft-1?" in refusal("sft")
-    assert "does not exist" in refusal("runs/gone")
+    for name in ("runs/gone", "runs/" + "x" * 300, "x" * 300):
+        assert "does not exist" in refusal(name)
+    assert "there is no such run" in refusal("x\0y")
     (runs / "empty").mkdir()
     assert "holds neither a run nor a model" in refusal("runs/empty")
     assert "from_run" not in refusal("none")  # means no start; without a model then
@@ -231,8 +233,9 @@ def test_another_base_than_the_adapter_was_trained_on_is_refused(runs: Path) -> 
     assert "in 4 bits, and method=full; start from merged weights" in refusal("four-bit", method="full")
     assert "in 4 bits, and method=lora" in refusal("four-bit", method="lora")
     assert "not in 4 bits, and method=qlora" in refusal("lora", method="qlora")
-    half = {"method": "full", "master_weights": "false", "mixed_precision": "bf16"}
+    half = {"method": "full", "master_weights": "no", "mixed_precision": "bf16"}
     assert "round it away in bf16" in refusal("lora", **half)
+    assert "master_weights" in refusal("lora", method="full", master_weights="perhaps", lora_r="x")
 
 
 def test_weights_that_changed_since_the_start_are_refused_unless_a_checkpoint_has_them(runs: Path) -> None:
