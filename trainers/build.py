@@ -25,6 +25,7 @@ from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import TokenSet
+from trainers.model.adapter import load_start
 from trainers.model.attention import KERNELS, avoid_cudnn
 from trainers.model.attention_kernel import choose
 from trainers.model.experts import adapter_lines
@@ -54,8 +55,8 @@ from trainers.parallel.tensor import split_model
 from trainers.run.compatibility import plain, recorded_versions
 from trainers.run.ending import Ending
 from trainers.run.errors import TrainingError
-from trainers.run.folder import Process, RunFolder
-from trainers.run.manifest import Origin
+from trainers.run.folder import Process, RunFolder, read_json
+from trainers.run.manifest import Origin, Progress
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
 from trainers.tools.preflight import check_positions, check_token_ids
@@ -303,7 +304,7 @@ def checkpoints(
     Raises:
         TrainingError: on every rank, if `checkpoint_url` cannot be used.
     """
-    origin = Origin(strategy.name, plain(config), fingerprint, base, recorded_versions(config))
+    origin = Origin(strategy.name, plain(config), fingerprint, base, recorded_versions(config), read_json(run.start))
     checkpoints = Checkpoints(run.checkpoints, ranks, origin, config.save_total_limit, attempt, config.force_resume)
     error = None
     if ranks.is_main and config.checkpoint_url:
@@ -334,6 +335,26 @@ def resume_folder(config: TrainConfig, checkpoints: Checkpoints) -> Path | None:
     if folder is None and checkpoints.ranks.is_main:
         print("there is no checkpoint to resume from; it starts at step 0", flush=True)
     return folder
+
+
+def load_first_weights(
+    config: TrainConfig, checkpoints: Checkpoints, folder: Path | None, loss: LossModule
+) -> Progress:
+    """Loads the weights that this attempt begins with: those of a checkpoint, or of the run to start from.
+
+    Args:
+        config: the run's config.
+        checkpoints: the run's checkpoints.
+        folder: the checkpoint to resume from; None to start at step 0.
+        loss: holds the unwrapped model.
+
+    Raises:
+        ConfigError: if the adapter that `from_run` names does not fit.
+    """
+    if folder is not None:
+        return checkpoints.load(folder, loss.model, loss.stored)
+    load_start(config, loss.model)
+    return Progress()
 
 
 def _is_own(source: str, checkpoints: Checkpoints) -> bool:

@@ -37,11 +37,12 @@ from trainers.config.objective_file import read_objective, split_objective
 from trainers.config.options import TrainConfig, absolute_paths, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
-from trainers.run.compatibility import changes_since_save
+from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending
 from trainers.run.errors import RollBack, TrainingError
-from trainers.run.folder import Process, RunFolder, now, register_outside, write_atomic, write_json
+from trainers.run.folder import Process, RunFolder, now, read_json, register_outside, write_atomic, write_json
+from trainers.run.from_run import record_start, resolve_request, start_line
 from trainers.run.gpus import find_gpus, gpu_count
 from trainers.run.import_path import WORKING_FOLDER
 from trainers.run.launch import (
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
             request = parse_request(argv)
             if request.check:
                 return print_check(request)
-            launch, config = find_launch(request.accelerate_config), absolute_paths(request.resolve())
+            launch, config = find_launch(request.accelerate_config), absolute_paths(resolve_request(request))
             refuse_fresh_restart(config.resume_from_checkpoint, os.environ)
             strategy = asked_strategy(launch, config)
             config, notes = with_micro_batch(config, strategy, request)
@@ -165,7 +166,7 @@ def print_check(request: Request) -> int:
     Returns:
         The exit status.
     """
-    config, run_dir = request.resolve(), os.environ.get("TUNESMITH_RUN_DIR")
+    config, run_dir = resolve_request(request), os.environ.get("TUNESMITH_RUN_DIR")
     if source := os.environ.get("TUNESMITH_RESUME_FROM"):
         config = config.model_copy(update={"resume_from_checkpoint": source})
     strategy = load_strategy(os.environ.get("TUNESMITH_STRATEGY", "single"))
@@ -241,7 +242,6 @@ def train(
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
         from trainers.reference import set_reference
-        from trainers.run.manifest import Progress
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     data = prepare(config, "train")
@@ -257,7 +257,7 @@ def train(
     base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
-    progress = checkpoints.load(folder, loss.model, loss.stored) if folder else Progress()
+    progress = build.load_first_weights(config, checkpoints, folder, loss)
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
     matmul = used_matmul_parameters(loss.base)  # before layers are split over ranks
@@ -322,6 +322,11 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     write_json(run.chat_template, template_record(config))
     if split_objective(config.objective):
         write_atomic(run.objective, read_objective(config.objective).decode())
+    resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
+    if start := record_start(config, read_json(run.start), resumes):
+        write_json(run.start, start)
+        if not resumes:
+            print(start_line(config, start), flush=True)
     if launch.supervised:
         return int((before or {}).get("attempt", 0))
     attempt = int(before["attempt"]) + 1 if before else 0

@@ -15,6 +15,7 @@ from app.services.rpc_client import WorkerDied
 from trainers.config.command_line import option
 from trainers.config.mistakes import Mistake, Mistakes
 from trainers.config.parse import whole_number
+from trainers.run.from_run import resolve_request
 
 DEFAULT_ROWS = 3
 MAX_ROWS = 50
@@ -64,7 +65,7 @@ def _open_requested(args: Args) -> tuple[DataView, int]:
     request.preset = named_preset(args.names, request.preset, mistakes)
     view = None
     with mistakes:
-        view = open_data(request.resolve())
+        view = open_data(resolve_request(request))
     mistakes.refuse()
     assert view is not None
     assert rows is not None

@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
 from trainers.run.folder import write_atomic
+from trainers.run.lineage import in_words, stages_before
 
 
 def train_verb(argv: Sequence[str]) -> int:
@@ -245,15 +247,17 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
     state, diagnoses = run.read_state() or {}, diagnosed(run)
     document["machines"], export_dir = machines_line(state) or None, state.get("export_dir")
     memory, proofs = memory_of(run, Curves(), plan), entries(run)
-    sweep = sweep_of(run)
+    sweep, stages = sweep_of(run), stages_before(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]
         parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs, "sweep": sweep}
+        parts["from_run"] = [asdict(stage) for stage in stages]
         report_json({**document, "export_dir": export_dir, **parts})
         return 0
     values = document.pop("metrics")
     member = f"trial {sweep['trial']} of {sweep['sweep']}" if sweep else None
-    facts = {**document, "sweep": member, "model": export_dir, "gpus": ",".join(map(str, document["gpus"])) or "none"}
+    facts = {**document, "sweep": member, "starts from": in_words(stages) or None, "model": export_dir}
+    facts |= {"gpus": ",".join(map(str, document["gpus"])) or "none"}
     facts |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
     show_table(["id", facts.pop("id")], [[key, value] for key, value in facts.items() if value is not None])
     for profile in profiles(run):

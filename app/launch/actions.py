@@ -22,7 +22,7 @@ from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
 from app.launch.schedulers import SCHEDULERS
 from app.runs.proofs import lock_proofs, proofs
-from app.runs.runs import run_of_id, true_state
+from app.runs.runs import config_values, list_runs, run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
@@ -146,8 +146,8 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         verb: the action, for error messages, such as `delete`.
 
     Raises:
-        ConfigError: if the run is still live or being proved, or its folder is a link or has no record of what the run
-            wrote.
+        ConfigError: if the run is still live or being proved, another one that is not done starts from its result, or
+            its folder is a link or has no record of what the run wrote.
     """
     state = true_state(run)["state"]
     if state not in END_STATES:
@@ -156,8 +156,20 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         raise ConfigError(f"{run.path} is a link; {verb} the folder it points to")
     if not run.record.exists():
         raise ConfigError(f"{run.path} has no {RECORD}, so which files the run wrote is unknown; {verb} it by hand")
+    if (other := _second_stage(run)) is not None:
+        other_state = true_state(other)["state"]
+        raise ConfigError(f"run {other.id} starts from run {run.id}, and is {other_state}; finish or delete it first")
     with run.hold() as lock, lock_proofs(run) if proofs(run) else contextlib.nullcontext():
         yield lock
+
+
+def _second_stage(run: RunFolder) -> RunFolder | None:
+    """A run that could not be resumed without this one, as it starts from its result and is not done."""
+    for other in list_runs(run.path.parent):
+        source = config_values(other).get("from_run")
+        if isinstance(source, str) and Path(source).is_relative_to(run.path) and true_state(other)["state"] != "done":
+            return other
+    return None
 
 
 def size(run: RunFolder) -> int:

@@ -30,12 +30,13 @@ from trainers.config.yaml_file import read_yaml
 from trainers.run.compatibility import changes_since_save
 from trainers.run.disk import check_room, local_tensors
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, new_run_id
+from trainers.run.from_run import resolve_request
 from trainers.strategy.mesh_options import read_sizes, with_sizes
 from trainers.strategy.micro_batch import OPTION
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
-PATHS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir", "runs_dir",
-          "output_dir", "resume_from_checkpoint")  # fmt: skip
+PATHS = ("model_name_or_path", "from_run", "dataset_name", "eval_dataset_name", "chat_template", "cache_dir",
+          "runs_dir", "output_dir", "resume_from_checkpoint")  # fmt: skip
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
@@ -302,7 +303,7 @@ def _config(request: Request, mistakes: Mistakes) -> TrainConfig:
         with unread:
             read_yaml(Path(request.config))
     if not unread:
-        config = request.resolve()
+        config = resolve_request(request)
         if unusable := _unusable_paths(config):
             raise ConfigError(unusable)
         return absolute_paths(config)
@@ -361,7 +362,7 @@ def _new_folder(config: TrainConfig, member: bool) -> RunFolder:
 
 
 def _free_folder(config: TrainConfig) -> Path:
-    name = config.run_name or config.preset or config.model_name_or_path
+    name = config.run_name or config.label
     ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
     folders = (Path(config.runs_dir).expanduser() / run_id for run_id in ids)
     return next(folder for folder in folders if not folder.exists())

@@ -29,6 +29,7 @@ from trainers.config.options import MACHINE_OPTIONS, TrainConfig, absolute_paths
 from trainers.config.parse import dump_yaml, whole_number
 from trainers.run import host_memory
 from trainers.run.disk import free_bytes
+from trainers.run.from_run import resolve_request
 from trainers.strategy.mesh_options import read_sizes
 from trainers.strategy.strategy import Strategy, load_strategy, strategy_names
 
@@ -153,7 +154,7 @@ def _read(args: Args) -> Plan:
         mistakes.append(Mistake("strategy", args.launch["strategy"], problem, "use --strategies a,b,c"))
     config = hardware = sizes = price = None
     with mistakes:
-        config = absolute_paths(request.resolve())
+        config = absolute_paths(resolve_request(request))
     with mistakes:
         hardware = _hardware(args.launch, own.get("gpu_memory"))
     with mistakes:

@@ -28,6 +28,7 @@ from trainers.config.parse import Request, whole_number
 from trainers.config.validation import ignored_choices
 from trainers.config.yaml_file import read_yaml
 from trainers.run.folder import new_run_id
+from trainers.run.from_run import resolve_request
 from trainers.strategy.mesh_options import read_sizes, refuse_other_sizes, with_sizes
 from trainers.strategy.strategy import Strategy, cannot_run, load_strategy, resolve, strategy_names
 
@@ -149,7 +150,7 @@ class _Command:
 
     def config(self) -> TrainConfig:
         """The config that `train` would use for the request."""
-        return self.request.resolve()
+        return resolve_request(self.request)
 
     def job(self, devices: dict[str, str], changes: Mapping[str, str]) -> TrainJob:
         """The training job on these devices, with these options changed."""
@@ -163,7 +164,7 @@ def _read(args: Args, mistakes: _Mistakes) -> _Command:
     from_file = (mistakes.of(lambda: read_yaml(config)) if config else None) or {}
     chosen = {**from_file, **request.options}
     request.preset = named_preset(args.names, request.preset, mistakes)
-    if not (request.preset or config or "model_name_or_path" in chosen):
+    if not (request.preset or config or {"model_name_or_path", "from_run"} & set(chosen)):
         request.preset = PRESET
     launch = {name: value for name, value in args.launch.items() if name != "strategy"}
     return _Command(launch, request, args.own, chosen)
@@ -294,7 +295,7 @@ def _folder(command: _Command, config: TrainConfig) -> Path:
     """
     try:
         if config.output_dir is None:
-            runs_dir, name = Path(config.runs_dir).expanduser().absolute(), config.preset or config.model_name_or_path
+            runs_dir, name = Path(config.runs_dir).expanduser().absolute(), config.label
             ids = (new_run_id(name, time.time(), number) for number in count(os.getpid()))
             return next(folder for run_id in ids if not (folder := runs_dir / f"prove-{run_id}").exists())
         folder = Path(config.output_dir).expanduser().absolute()

@@ -18,11 +18,13 @@ from app.runs.profiles import profiles
 from app.runs.runs import gpu_ids, strategy_name, sweep_of, true_state, world_size
 from app.runs.safe_read import read_span, stamp
 from trainers.run.folder import LIVE_STATES, RunFolder, read_json
+from trainers.run.lineage import in_words, stages_before
 
 MAX_TEXT_BYTES = 1 << 18
 """Bytes shown of a config."""
 _MAX_MANIFEST_BYTES = 1 << 26
 _MAX_RANKS = 1024
+_MAX_ORIGIN = 2000
 _STEP = re.compile(r"step-(\d{1,15})")
 
 View = dict[str, Any]
@@ -40,8 +42,9 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         `phase`, `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the
         newest row `loss`, `eval_loss`, `learning_rate`, `tokens_per_second`, `mfu`, `data_wait`, `eta_s` (live runs
         only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`,
-        `machines` (how many of several train, and why the others do not), `sweep` (see `sweep_of`), `gpus`,
-        `host`, `checkpoints`, `bad_checkpoints`, `profiles` (see `app.runs.profiles`), `export_dir` and `run_dir`.
+        `machines` (how many of several train, and why the others do not), `sweep` (see `sweep_of`), `from_run` (the
+        stages of training before it, in words), `gpus`, `host`, `checkpoints`, `bad_checkpoints`, `profiles` (see
+        `app.runs.profiles`), `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
     live = state.get("state") in LIVE_STATES
@@ -75,6 +78,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "world_size": world_size(run),
         "machines": machines_line(state),
         "sweep": sweep_of(run),
+        "from_run": in_words(stages_before(run))[:_MAX_ORIGIN],
         "gpus": gpu_ids(run),
         "host": _text(state.get("host")),
         "checkpoints": saved,

@@ -18,7 +18,7 @@ from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
-INPUTS = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
+INPUTS = ("model_name_or_path", "from_run", "dataset_name", "eval_dataset_name", "chat_template")
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
 STORES = ("s3", "gs", "az", "abfs", "hf")
 """Object stores that a page may copy checkpoints to; other fsspec URLs reach local files or arbitrary hosts."""
@@ -26,6 +26,8 @@ MAX_FILES = 10_000
 """Most entries of a folder to check for links that point outside."""
 _HUB = {"model_name_or_path", "dataset_name", "eval_dataset_name"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
+"""A name without a folder, which only a run can have."""
 _DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 _ESCAPED = re.compile(r"%(2f|5c|2e|00)", re.IGNORECASE)
 _WILDCARD = re.compile(r"[*?\[]")
@@ -119,6 +121,8 @@ def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
     except ValueError:
         exists = False
     if name in _HUB and not exists and _HUB_ID.fullmatch(value) and Path(value).suffix.lower() not in _DATA:
+        return None
+    if name == "from_run" and _RUN_ID.fullmatch(value):
         return None
     if reason := path_refused(value, roots):
         return reason

@@ -27,6 +27,7 @@ from trainers.config.fields import fields
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import Request
+from trainers.run.from_run import resolve_request
 
 PROGRAM = "trainers.tools.data_preview"
 IDLE_SECONDS = 600.0
@@ -172,8 +173,11 @@ def data_config(
     stored = str(_run_config(run_id, runs_dir)) if run_id and runs_dir else None
     name = as_texts({"preset": preset})["preset"] if preset else None
     errors, requested = Mistakes(), dict[str, Any](texts)
+    if roots is not None:  # before the folder is read
+        errors += path_mistakes({"from_run": texts.get("from_run")}, roots)
+        errors.refuse()
     with errors:
-        config = Request(name, stored, options=dict(texts)).resolve()
+        config = resolve_request(Request(name, stored, options=dict(texts)))
         requested = config.model_dump()
     if roots is not None:
         errors += path_mistakes({option: requested.get(option) for option in (*INPUTS, "cache_dir")}, roots)

@@ -12,7 +12,8 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,10 @@ from trainers.model.load import (
 )
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
-from trainers.run.compatibility import versions
+from trainers.run.compatibility import plain, versions
 from trainers.run.errors import TrainingError
-from trainers.run.folder import RunFolder, read_json
+from trainers.run.folder import RunFolder, read_json, write_json
+from trainers.run.lineage import EXPORT_RECORD, Stage, export_record, stages_of
 from trainers.run.manifest import read_manifest, sync, verify
 from trainers.run.record import RunRecord
 
@@ -73,7 +75,8 @@ def export_checkpoint(
     Raises:
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
-    return export(lambda scratch: _trained(folder, config, scratch), config, target, kind, results, record)
+    stages = stages_of(read_manifest(folder), run=folder.parent.parent.name)
+    return export(lambda scratch: _trained(folder, config, scratch), config, target, kind, results, record, stages)
 
 
 def _trained(folder: Path, config: TrainConfig, scratch: Scratch) -> nn.Module:
@@ -92,6 +95,7 @@ def export(
     kind: str,
     results: dict[str, Any],
     record: RunRecord | None = None,
+    stages: Sequence[Stage] = (),
 ) -> LoadedBack:
     """Writes a model folder atomically, and checks it by loading it back.
 
@@ -103,6 +107,7 @@ def export(
         results: last metrics, for the model card.
         record: record of the run if the target is in its folder, so that an earlier export is replaced; None if the
             target is elsewhere, where it must be new or empty.
+        stages: the runs that led to these weights, in order.
 
     Raises:
         ConfigError: if the target contains files that the run did not write.
@@ -116,10 +121,12 @@ def export(
         temporary.mkdir()
     try:
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
-        probes = sample(config, tokenizer, model_card(config, kind, results))
+        card = partial(model_card, config, kind, results, stages)
+        probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
-        (temporary / "README.md").write_text(model_card(config, kind, results, str(checked)), encoding="utf-8")
+        (temporary / "README.md").write_text(card(str(checked)), encoding="utf-8")
+        write_json(temporary / EXPORT_RECORD, export_record(plain(config), stages))
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         print(checked, flush=True)
@@ -271,17 +278,22 @@ def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
     return plain
 
 
-def model_card(config: TrainConfig, kind: str, results: dict[str, Any], checked: str = "") -> str:
+def model_card(
+    config: TrainConfig, kind: str, results: dict[str, Any], stages: Sequence[Stage] = (), checked: str = ""
+) -> str:
     """The model card: what the model is, how it was trained, how to load it, and the result of loading it back."""
     numbers = "\n".join(f"| {name} | {value} |" for name, value in results.items()) or "| none | |"
     packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
     base = config.model_name_or_path
-    header = f"---\nlibrary_name: {'peft' if kind == 'adapter' else 'transformers'}\ntags: [tunesmith, sft]\n---\n"
+    library = "peft" if kind == "adapter" else "transformers"
+    header = f"---\nlibrary_name: {library}\ntags: [tunesmith, {config.objective}]\n---\n"
+    listed = "".join(f"\n{number}. {stage}" for number, stage in enumerate(stages, 1)) if len(stages) > 1 else ""
+    order = f"\nTrained in {len(stages)} stages, each from the result of the one before:\n{listed}\n" if listed else ""
     return f"""{header}
 # {config.run_name or config.preset or Path(base).name}, fine-tuned
 
 {kind.capitalize()} weights of `{base}`, fine-tuned with Tunesmith on `{config.dataset_name}`.
-
+{order}
 ```python
 {_loading(config, kind)}
 ```

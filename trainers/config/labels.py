@@ -6,6 +6,7 @@ LABELS = {
     # Model
     "model_name_or_path": "Base model",
     "model_revision": "Version of the base model",
+    "from_run": "Start from a run",
     "trust_remote_code": "Allow the model's own code",
     "random_init": "Start from random weights",
     "num_hidden_layers": "Keep only the first layers",

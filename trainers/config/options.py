@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Iterable
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
 from trainers.config.objective_file import file_spec, split_objective
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
+from trainers.config.option_types import (
+    IsoDate,
+    Names,
+    NoWord,
+    ObjectiveName,
+    Optionally,
+    Pairs,
+    RankNames,
+    StepRange,
+)
 
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
@@ -33,67 +40,7 @@ MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
 LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS, "min_machines")
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
-MAX_PROFILED = 10
-"""Steps to profile at most: of a large model, each has hundreds of thousands of events."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
-
-
-def _split_commas(value: Any) -> Any:
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
-
-
-def _pairs(value: Any) -> Any:
-    """Parses `prompt=question,completion=answer` into a mapping; mappings are returned unchanged."""
-    if not isinstance(value, str):
-        return value
-    pairs = [part.partition("=") for part in _split_commas(value)]
-    return {key.strip(): column.strip() for key, _, column in pairs}
-
-
-def _none_word(value: Any) -> Any:
-    return None if isinstance(value, str) and value.lower() in ("", "none", "null") else value
-
-
-def _off(value: Any) -> Any:
-    """Undoes YAML's reading of a bare `no` as false."""
-    return "no" if value is False else value
-
-
-def _iso_date(value: Any) -> Any:
-    """Formats a date, from YAML or text, as `2024-07-26`."""
-    try:
-        return date.fromisoformat(str(value)).isoformat()
-    except ValueError:
-        raise ValueError("input should be a date such as 2024-07-26") from None
-
-
-def _step_range(value: Any) -> Any:
-    """Checks a range of steps such as `10:13`; YAML reads that as a number unless it is quoted."""
-    value = _none_word(value)
-    first, _, last = value.partition(":") if isinstance(value, str) else ("", "", "")
-    numbers = [int(text) for text in (first, last) if re.fullmatch("[0-9]{1,12}", text)]
-    if value is not None and not (len(numbers) == 2 and 0 < numbers[0] <= numbers[1] < numbers[0] + MAX_PROFILED):
-        raise ValueError(f"input should be two steps such as '10:13' (quoted in YAML), at most {MAX_PROFILED} in all")
-    return value
-
-
-def _ranks(value: list[str]) -> list[str]:
-    if value != ["all"] and not all(re.fullmatch("[0-9]{1,6}", rank) for rank in value):
-        raise ValueError("input should be ranks such as 0,1, or all")
-    return value
-
-
-def _objective(value: str) -> str:
-    if value not in OBJECTIVES and split_objective(value) is None:
-        expected = ", ".join(map(repr, OBJECTIVES))
-        raise PydanticCustomError(
-            "literal_error", "Input should be {expected}", {"expected": f"{expected}, or path.py:Name"}
-        )
-    return value
-
-
-Names = Annotated[list[str], BeforeValidator(_split_commas)]
-Optionally = BeforeValidator(_none_word)
 
 
 def _option(section: str, default: Any = ..., unit: str = "", choices: tuple[str, ...] = (), **constraints: Any) -> Any:
@@ -133,6 +80,8 @@ class TrainConfig(BaseModel):
     """Hub id or local folder of the base model; `embedded` is the small model that ships with Tunesmith."""
     model_revision: Annotated[str | None, Optionally] = _option("model", None)
     """Branch, tag or commit of the base model on the Hub."""
+    from_run: Annotated[str | None, Optionally] = _option("model", None)
+    """Start from a run's result: its name or folder, or the folder of an export or adapter."""
     trust_remote_code: bool = _option("model", False)
     """Allow custom model code from the model's repository; enable only if you have read and trust that code."""
     random_init: bool = _option("model", False)
@@ -163,7 +112,7 @@ class TrainConfig(BaseModel):
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
 
     # Objective
-    objective: Annotated[str, AfterValidator(_objective)] = _option("objective", "sft", choices=tuple(OBJECTIVES))
+    objective: ObjectiveName = _option("objective", "sft", choices=tuple(OBJECTIVES))
     """What to train for: sft, kto (good and bad answers), others (pairs); or `path.py:Name`, an objective of yours."""
     loss_type: Annotated[
         Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired"] | None, Optionally
@@ -200,7 +149,7 @@ class TrainConfig(BaseModel):
         "labelled", "labelled_chat", "labelled_sharegpt",
     ] = _option("data", "auto")  # fmt: skip
     """Row format; `auto` detects it from the columns."""
-    columns: Annotated[dict[str, str], BeforeValidator(_pairs)] = _option("data", {})
+    columns: Pairs = _option("data", {})
     """Column names of your data by role, such as `prompt=question,completion=answer`."""
     sample_by: Literal["line", "paragraph", "document"] = _option("data", "line")
     """What counts as one document in a plain text file."""
@@ -210,7 +159,7 @@ class TrainConfig(BaseModel):
     """Compute the loss on assistant (or completion) tokens only; plain text always trains on all tokens."""
     thoughts: Literal["keep", "drop", "train_empty"] = _option("data", "keep")
     """Reasoning before replies: train on it, or drop it; train_empty: also train on a template's empty think block."""
-    template_date: Annotated[str, BeforeValidator(_iso_date)] = _option("data", FIXED_DATE)
+    template_date: IsoDate = _option("data", FIXED_DATE)
     """Date for chat templates that insert today's; fixed, so the same data gives the same tokens on any day."""
     max_length: int = _option("data", 1024, "tokens", ge=8, le=2**24)
     """Maximum length of a training row."""
@@ -272,7 +221,7 @@ class TrainConfig(BaseModel):
     """Maximum global gradient norm; 0: log the norm without clipping."""
 
     # Precision and memory
-    mixed_precision: Annotated[Literal["no", "fp16", "bf16", "fp8"], BeforeValidator(_off)] = _option("precision", "no")
+    mixed_precision: Annotated[Literal["no", "fp16", "bf16", "fp8"], NoWord] = _option("precision", "no")
     """Dtype of matmuls (fp8: linear layers only, else bf16); trained weights, norms, softmax and loss stay fp32."""
     master_weights: bool = _option("precision", True)
     """Keep trained weights in fp32; false: bf16 with stochastic rounding for larger models, not covered by parity."""
@@ -360,9 +309,9 @@ class TrainConfig(BaseModel):
     """Start even if another run uses the same GPUs, instead of waiting for them."""
     report_to: Names = _option("run", [])
     """Trackers in addition to `metrics.jsonl`, comma-separated: tensorboard, wandb, trackio, mlflow."""
-    profile_steps: Annotated[str | None, BeforeValidator(_step_range)] = _option("run", None)
+    profile_steps: StepRange = _option("run", None)
     """First and last step to profile, such as 10:13: writes a trace and a summary into the run folder."""
-    profile_ranks: Annotated[Names, AfterValidator(_ranks)] = _option("run", ["0"], min_length=1)
+    profile_ranks: RankNames = _option("run", ["0"], min_length=1)
     """Ranks to profile, comma-separated, or all."""
     merge_adapter: bool = _option("run", False)
     """Merge the adapters into the base model and export full weights."""
@@ -398,6 +347,11 @@ class TrainConfig(BaseModel):
             f"= {rows}",
             ", or ".join(ways),
         )
+
+    @property
+    def label(self) -> str:
+        """What the id of a run says that has no name of its own."""
+        return self.preset or (self.objective.rpartition(":")[2] if self.from_run else self.model_name_or_path)
 
     @property
     def objective_spec(self) -> ObjectiveSpec:

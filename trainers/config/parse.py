@@ -5,7 +5,7 @@ Later sources override earlier ones: preset, YAML file, flags. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,10 @@ from trainers.config.own_data import without_preset_data
 from trainers.config.presets import Preset, find_preset, methods_line
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
+
+StartOptions = Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]]
+"""Takes the values of all options that are set, and those that were chosen in a file or by flags; returns the options
+that follow from what the run starts from."""
 
 
 def whole_number(text: str, least: int, most: int) -> int | None:
@@ -54,28 +58,32 @@ class Request:
     accelerate_config: str | None = None
     mistakes: list[Mistake] = field(default_factory=list)
 
-    def resolve(self) -> TrainConfig:
+    def resolve(self, start: StartOptions | None = None) -> TrainConfig:
         """Returns the validated config; the preset's data options are dropped if the user replaces its data.
+
+        Args:
+            start: Looks up what `from_run` names; None for a config in which that was done already.
 
         Raises:
             ConfigError: Lists every mistake.
         """
         mistakes = Mistakes(self.mistakes)
         with mistakes:
-            config = self._build()
+            config = self._build(start)
         mistakes.refuse()
         return config
 
-    def _build(self) -> TrainConfig:
+    def _build(self, start: StartOptions | None) -> TrainConfig:
         from_file = read_yaml(Path(self.config)) if self.config else {}
         chosen = {**from_file, **self.options}
         self.chosen = frozenset(chosen)
-        if not (name := self.preset or chosen.get("preset")):
-            return build(chosen)
-        preset = find_preset(str(name), chosen.get("method"))
-        base, left_out = without_preset_data(preset.options, chosen, preset.name)
-        self.notes = [*_other_preset(str(name), preset, chosen), *left_out, *_rate_of_another(preset, chosen)]
-        return build({**base, **chosen, "preset": preset.name})
+        values = chosen
+        if name := self.preset or chosen.get("preset"):
+            preset = find_preset(str(name), chosen.get("method"))
+            base, left_out = without_preset_data(preset.options, chosen, preset.name)
+            self.notes = [*_other_preset(str(name), preset, chosen), *left_out, *_rate_of_another(preset, chosen)]
+            values = {**base, **chosen, "preset": preset.name}
+        return build({**values, **start(values, chosen)} if start else values)
 
 
 def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[str]:

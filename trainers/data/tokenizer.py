@@ -40,11 +40,19 @@ _PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|endo
 
 
 def tokenizer_folder(config: TrainConfig) -> Path:
-    """The local folder with the tokenizer's files, downloaded from the Hub if necessary.
+    """The local folder with the tokenizer's files: that of the run to start from, or of the base model.
+
+    A model on the Hub is downloaded if necessary.
 
     Raises:
         ConfigError: if the model is missing, gated or unreachable.
     """
+    if config.from_run:
+        start = Path(config.from_run)
+        if not start.is_dir():
+            raise ConfigError.about("from_run", start, "is gone, and its tokenizer is needed", "restore the folder")
+        if (start / "tokenizer.json").is_file():
+            return start
     name = config.model_name_or_path
     if name == EMBEDDED:
         from trainers.embedded import BASE_DIR

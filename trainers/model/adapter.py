@@ -10,13 +10,17 @@ from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_di
 from safetensors.torch import load_file
 from torch import nn
 
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
+from trainers.model.load import adapts_tied, model_path
 from trainers.model.probe import in_one_line
 from trainers.model.weight_names import Shapes, misfits
+from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of
 from trainers.run.json_file import load_json
 from trainers.run.weight_headers import read_header
 
-ADAPTER_CONFIG, _WEIGHTS, _PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+_PICKLE = "adapter_model.bin"
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,10 @@ class Adapter:
             raise ValueError(f"its {ADAPTER_CONFIG} names no base")
         if base_name and base_name != base and _is_hub_id(base_name) and (_is_hub_id(base) or base == str(BASE_DIR)):
             raise ValueError(f"its {ADAPTER_CONFIG} names the base {base_name}, and the run's base is {base}")
-        if not (folder / _WEIGHTS).exists():
+        if not (folder / ADAPTER_WEIGHTS).exists():
             pickled = f"; {_PICKLE} is a pickle, which would run code when read" if (folder / _PICKLE).exists() else ""
-            raise ValueError(f"it has no {_WEIGHTS}{pickled}")
-        headers = read_header(folder / _WEIGHTS)
+            raise ValueError(f"it has no {ADAPTER_WEIGHTS}{pickled}")
+        headers = read_header(folder / ADAPTER_WEIGHTS)
         return cls(folder, settings, {name: shape for name, (_, shape) in headers.items()})
 
     def attach(self, base: Any) -> Any:
@@ -73,16 +77,61 @@ class Adapter:
             model: Any = get_peft_model(base, self.settings)
         except Exception as error:  # peft raises errors of any kind
             raise _unusable(error) from None
+        self.load_into(model)
+        return model
+
+    def load_into(self, model: Any) -> None:
+        """Loads the weights into the adapters of a peft model, which may be of another dtype.
+
+        Raises:
+            ValueError: if tensors are missing, unexpected or of another shape.
+        """
         # Compare shapes before loading, ignoring weights of the base that peft may have saved as well.
         expected = {name: list(tensor.shape) for name, tensor in _named_tensors(model).items()}
-        own = {name: list(tensor.shape) for name, tensor in base.state_dict().items()}
+        own = {name: list(tensor.shape) for name, tensor in model.get_base_model().state_dict().items()}
         adapter_shapes = {
             name: size for name, size in self.shapes.items() if name in expected or not _is_base(name, own)
         }
         if lines := misfits(expected, adapter_shapes):
             raise ValueError("; ".join(lines))
-        set_peft_model_state_dict(model, load_file(self.folder / _WEIGHTS))
-        return model
+        set_peft_model_state_dict(model, load_file(self.folder / ADAPTER_WEIGHTS))
+
+
+def load_start(config: TrainConfig, model: Any) -> None:
+    """Loads the adapter that a run starts from: into the adapters of its model, or merged into all of its weights.
+
+    Args:
+        config: the run's config; nothing is done unless its `from_run` is an adapter.
+        model: the unwrapped model, with the weights of the base model and new adapters.
+
+    Raises:
+        ConfigError: if the adapter does not fit the model, or cannot be merged into it.
+    """
+    folder = adapter_of(config)
+    if folder is None:
+        return
+    try:
+        adapter = Adapter.read(folder, model_path(config))
+        if config.method == "full":
+            _merge(adapter, model)
+        else:
+            adapter.load_into(model)
+    except ValueError as error:
+        raise ConfigError.about("from_run", folder, f"cannot be used: {error}", "check its base model") from None
+
+
+def _merge(adapter: Adapter, model: Any) -> None:
+    """Adds an adapter to the weights of a full model in place; which of them are trained does not change."""
+    trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
+    adapted = adapter.attach(model)
+    if adapts_tied(model, list(adapted.targeted_module_names)):
+        raise ValueError("it adapts one of two tied embeddings; `tunesmith export RUN --merged` gives each its own")
+    merged = adapted.merge_and_unload()
+    assert merged is model
+    if model.is_gradient_checkpointing:
+        model.disable_input_require_grads()  # peft's hook; that of transformers is left
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(trained[name])
 
 
 def _read_settings(path: Path) -> LoraConfig:

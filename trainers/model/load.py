@@ -59,6 +59,7 @@ from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.objectives.output_head import with_weights
+from trainers.run.from_run import adapter_of
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
@@ -316,6 +317,8 @@ def _whole_reason(config: TrainConfig, model_config: Any) -> str | None:
         return "random weights are drawn one after another"
     if getattr(model_config, "quantization_config", None):
         return "its weights are stored quantised"
+    if config.method == "full" and adapter_of(config):
+        return "an adapter is merged into it"
     return "its code is its own" if own_code(config, model_config) else None
 
 
@@ -435,17 +438,22 @@ def _ends(name: str, target: str) -> bool:
 
 def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) -> None:
     """Raises ConfigError if merging an adapter into one of two tied matrices would change the other one too."""
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if not config.merge_adapter or head is None or head.weight is not embedding.weight:
-        return
-    tied = [name for name, part in base.named_modules() if part is head or part is embedding]
-    if any(_ends(target, name.rpartition(".")[2]) for name in tied for target in targeted):
+    if config.merge_adapter and adapts_tied(base, targeted):
         raise ConfigError.about(
             "merge_adapter",
             True,
             "with an adapter on tied embeddings would change both of them",
             "leave lm_head and the embedding out of lora_target_modules, or export the adapter",
         )
+
+
+def adapts_tied(base: Any, targeted: list[str]) -> bool:
+    """Whether adapters are on an output head or embedding that have one weight in common."""
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return False
+    tied = [name for name, part in base.named_modules() if part is head or part is embedding]
+    return any(_ends(target, name.rpartition(".")[2]) for name in tied for target in targeted)
 
 
 def compile_blocks(base: PreTrainedModel) -> None:

@@ -116,8 +116,7 @@ def open_run(config: TrainConfig, launch: Launch) -> RunFolder:
     """
     if config.output_dir is None and os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1"):
         raise ConfigError("a run on several machines needs --output_dir, a folder that all of them see")
-    name = config.preset or config.model_name_or_path
-    run_id = new_run_id(name, launch.launcher.started, launch.launcher.pid)
+    run_id = new_run_id(config.label, launch.launcher.started, launch.launcher.pid)
     run = RunFolder(config.output_dir or Path(config.runs_dir) / run_id)
     # Read `used` before the processes: rank 0 may write its first state between the two.
     used = run.exists()

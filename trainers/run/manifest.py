@@ -56,6 +56,7 @@ class Origin:
     Args:
         base: Digest of the frozen base weights, which a checkpoint of adapters does not contain; empty if there are
             none.
+        from_run: What the run started from, if that is the result of another run; see `from_run.record_start`.
     """
 
     layout: str
@@ -63,6 +64,7 @@ class Origin:
     data_fingerprint: str
     base: str = ""
     versions: dict[str, str] = field(default_factory=dict)
+    from_run: dict[str, Any] | None = None
 
 
 def sha256(path: Path) -> str:

@@ -16,7 +16,7 @@ from trainers.run.json_file import MAX_BYTES, load_json, open_file, parse_json
 
 Headers = dict[str, tuple[str, list[int]]]
 """Maps each name to its dtype (as named by safetensors) and its shape."""
-ADAPTER_AS_MODEL = "holds an adapter, not a full model; merge it, use its base model, or resume the run that trained it"
+ADAPTER_AS_MODEL = "holds an adapter, not a full model; start from it with from_run, merge it, or use its base model"
 """`Mistake.problem` of an adapter folder given as the base model."""
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)

@@ -144,6 +144,9 @@ def _config(request: dict[str, Any]) -> TrainConfig:
     if request.get("run_dir"):
         config = Request(config=str(RunFolder(request["run_dir"]).config)).resolve()
         remote_code = config.trust_remote_code and bool(request.get("remote_code"))
+        weights = _weights(RunFolder(request["run_dir"]), str(request["weights"]))
+        if config.from_run and (weights / "tokenizer.json").is_file():  # the run that it started from may be deleted
+            config = config.model_copy(update={"from_run": str(weights)})
     else:
         bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         config = TrainConfig(

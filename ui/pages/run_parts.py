@@ -71,6 +71,7 @@ def _origin(view: dict[str, Any], comparison: dict[str, str] | None) -> Html:
         f"attempt {view['attempt'] + 1}" if view["attempt"] else "",
         join([began, " ", ago(view["started_at"])]) if view["started_at"] else "",
         _membership(view["sweep"], comparison) if view["sweep"] else "",
+        f"starts from {view['from_run']}" if view["from_run"] else "",
     ]
     return note(join(filter(None, parts), ", "))
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.autograd import DeviceType
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import MAX_PROFILED
+from trainers.config.option_types import MAX_PROFILED
 from trainers.config.validation import build
 from trainers.monitor.profiler import SHARES, Interval, StepProfiler, summary, time_shares
 from trainers.run.folder import RunFolder

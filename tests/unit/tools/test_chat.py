@@ -89,6 +89,17 @@ def test_an_adapter_shares_its_base_and_other_weights_answer_otherwise(
     assert ask(chats[0], "base") == ask(chats[1], "base")
 
 
+def test_the_tokenizer_of_an_export_stands_in_for_that_of_a_deleted_first_stage(
+    trained: dict[str, Path], tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(trained["lora"], tmp_path / "second"))
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("from_run: null", f"from_run: {tmp_path / 'first'}"))
+    assert ask(load({"run_dir": str(run), "weights": "model"}), "tuned") == plainly(exported(run / "model"))
+    with pytest.raises(ConfigError, match="is gone, and its tokenizer is needed"):
+        load({"run_dir": str(run), "weights": STEP})
+
+
 def test_a_base_model_alone_has_one_side() -> None:
     chat = load({"model": "embedded"})
     assert ask(chat, "base") == plainly(AutoModelForCausalLM.from_pretrained(BASE_DIR))

@@ -22,9 +22,11 @@ from app.runs.runs import find_run, list_runs, true_state
 from app.runs.state import allowed, queue_position
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
+from trainers.config.parse import dump_yaml
+from trainers.config.validation import build
 from trainers.run import device_locks
 from trainers.run.device_locks import Holder, Need, Ticket
-from trainers.run.folder import Process, RunFolder, register, registered_runs
+from trainers.run.folder import Process, RunFolder, register, registered_runs, write_json
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 RUNS = Path("runs")
@@ -186,6 +188,20 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 # -- delete ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_kept_while_another_one_needs_it() -> None:
+    run, other = made_run(RUNS, "first"), made_run(RUNS, "second", state="stopped")
+    other.config.write_text(dump_yaml(build({"model_name_or_path": "embedded", "dataset_name": "embedded",
+                                             "from_run": str(run.model)})))  # fmt: skip
+    message = "run second starts from run first, and is stopped; finish or delete it first"
+    with pytest.raises(ConfigError, match=message):
+        actions.delete(run)
+    with pytest.raises(ConfigError, match=message):
+        actions.rename(run, "renamed")
+    write_json(other.state_file, {**(other.read_state() or {}), "state": "done"})
+    actions.delete(actions.rename(run, "renamed"))
+    assert not run.path.exists()
 
 
 def test_a_deleted_run_is_gone_with_all_that_is_its_own(tmp_path: Path) -> None:

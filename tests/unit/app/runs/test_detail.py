@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from app.commands.runs import show_verb
 from app.runs.detail import checkpoints, run_files, run_view
 from app.runs.metrics import Curves
 from tests.made_runs import add_checkpoint, made_run
 from trainers.run.folder import Process, write_json
+from trainers.run.lineage import Stage
+from ui.pages.run_parts import headline
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -103,3 +107,19 @@ def test_the_settings_are_given_as_text_and_links_are_not_followed(tmp_path: Pat
     run.config.unlink()
     run.config.symlink_to(secret)
     assert run_files(run)["config"] == ""
+
+
+def test_the_stages_before_a_run_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made_run(tmp_path, "second")
+    assert run_view(run, Curves())["from_run"] == ""
+    stages = [Stage("first", "sft", "full", "notes.jsonl", 30), Stage("other", "dpo", "full", "pairs.jsonl")]
+    write_json(run.start, {"stages": [asdict(stage) for stage in stages]})
+    words = "first (sft on notes.jsonl, method=full, step 30), then other (dpo on pairs.jsonl, method=full)"
+    seen = run_view(run, Curves())
+    assert seen["from_run"] == words
+    assert f"starts from {words}" in str(headline(seen))
+    show_verb("second", False, tmp_path, False)
+    show_verb("second", False, tmp_path, True)
+    table, _, document = capsys.readouterr().out.partition("{")
+    assert "first (sft on notes.jsonl" in " ".join(table.split())
+    assert json.loads("{" + document)["from_run"] == [asdict(stage) for stage in stages]

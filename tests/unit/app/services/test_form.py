@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 import app.hardware
 from app.hardware import Devices, Gpu
@@ -29,11 +32,14 @@ from app.services.form import (
     read_text,
 )
 from app.services.starting_values import differences, starting_values
+from tests.made_runs import made_run
 from trainers.config.fields import fields, text_of
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig, absolute_paths
 from trainers.config.parse import dump_yaml, parse_request
-from trainers.run.folder import RunFolder
+from trainers.embedded import BASE_DIR
+from trainers.run.folder import RunFolder, register
+from trainers.run.from_run import resolve_request
 from trainers.strategy.strategy import from_launcher, resolve, strategy_names
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -132,6 +138,40 @@ def test_a_mistake_is_shown_at_the_field_of_its_option() -> None:
 def test_nothing_is_written() -> None:
     preview({}, **CPU)
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_run_to_start_from_by_id_or_path_within_the_allowed_folders(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "runs", "sft", config={"method": "lora", "lora_r": 8})
+    run.model.mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(BASE_DIR), "r": 8, "lora_alpha": 32.0,
+               "target_modules": ["q_proj"]}  # fmt: skip
+    (run.model / "adapter_config.json").write_text(json.dumps(adapter))
+    save_file({"a": np.zeros(2, np.float32)}, run.model / "adapter_model.safetensors")
+    for name in ("sft", str(run.path)):
+        shown = preview({"from_run": name}, **CPU, roots=[Path.cwd()])
+        assert shown.job, shown.errors
+        assert (shown.job.config.lora_r, shown.job.config.from_run) == (8, str(run.model))
+        assert f"--from_run {run.model}" in shown.command
+        again = resolve_request(parse_request(shlex.split(shown.command.partition("train.py ")[2])))
+        assert absolute_paths(again) == shown.job.config
+    inside = [tmp_path / "data"]
+    register(run)  # then its id is known everywhere
+    assert "from_run" in preview({"from_run": str(run.path)}, **CPU, roots=inside).errors
+    assert "from_run" in preview({"from_run": "sft", "runs_dir": str(inside[0])}, **CPU, roots=inside).errors
+
+
+def test_the_base_of_an_adapter_stays_within_the_allowed_folders(tmp_path: Path) -> None:
+    """The folder of an adapter may be uploaded, and its config names any folder."""
+    folder, secret = tmp_path / "data" / "adapter", tmp_path / "secret"
+    folder.mkdir(parents=True)
+    secret.mkdir()
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(secret), "r": 8, "lora_alpha": 8.0,
+               "target_modules": ["q_proj"]}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    save_file({"a": np.zeros(2, np.float32)}, folder / "adapter_model.safetensors")
+    values = {"from_run": str(folder), "runs_dir": str(tmp_path / "data")}
+    assert "model_name_or_path" in preview(values, **CPU, roots=[tmp_path / "data"]).errors
+    assert not preview(values, **CPU, roots=[tmp_path]).errors
 
 
 def test_remote_code_only_where_it_was_allowed() -> None:

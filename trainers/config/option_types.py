@@ -1,0 +1,80 @@
+"""Types of options whose values are written in forms of their own: lists, pairs, ranges, names. Imports no torch."""
+
+from __future__ import annotations
+
+import re
+from datetime import date
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+from pydantic_core import PydanticCustomError
+
+from trainers.config.objective_file import split_objective
+from trainers.config.objectives import OBJECTIVES
+
+MAX_PROFILED = 10
+"""Steps to profile at most: of a large model, each has hundreds of thousands of events."""
+
+
+def _split_commas(value: Any) -> Any:
+    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+
+
+def _pairs(value: Any) -> Any:
+    """Parses `prompt=question,completion=answer` into a mapping; mappings are returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    pairs = [part.partition("=") for part in _split_commas(value)]
+    return {key.strip(): column.strip() for key, _, column in pairs}
+
+
+def _none_word(value: Any) -> Any:
+    return None if isinstance(value, str) and value.lower() in ("", "none", "null") else value
+
+
+def _off(value: Any) -> Any:
+    """Undoes YAML's reading of a bare `no` as false."""
+    return "no" if value is False else value
+
+
+def _iso_date(value: Any) -> Any:
+    """Formats a date, from YAML or text, as `2024-07-26`."""
+    try:
+        return date.fromisoformat(str(value)).isoformat()
+    except ValueError:
+        raise ValueError("input should be a date such as 2024-07-26") from None
+
+
+def _step_range(value: Any) -> Any:
+    """Checks a range of steps such as `10:13`; YAML reads that as a number unless it is quoted."""
+    value = _none_word(value)
+    first, _, last = value.partition(":") if isinstance(value, str) else ("", "", "")
+    numbers = [int(text) for text in (first, last) if re.fullmatch("[0-9]{1,12}", text)]
+    if value is not None and not (len(numbers) == 2 and 0 < numbers[0] <= numbers[1] < numbers[0] + MAX_PROFILED):
+        raise ValueError(f"input should be two steps such as '10:13' (quoted in YAML), at most {MAX_PROFILED} in all")
+    return value
+
+
+def _ranks(value: list[str]) -> list[str]:
+    if value != ["all"] and not all(re.fullmatch("[0-9]{1,6}", rank) for rank in value):
+        raise ValueError("input should be ranks such as 0,1, or all")
+    return value
+
+
+def _objective(value: str) -> str:
+    if value not in OBJECTIVES and split_objective(value) is None:
+        expected = ", ".join(map(repr, OBJECTIVES))
+        raise PydanticCustomError(
+            "literal_error", "Input should be {expected}", {"expected": f"{expected}, or path.py:Name"}
+        )
+    return value
+
+
+Names = Annotated[list[str], BeforeValidator(_split_commas)]
+Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
+Optionally = BeforeValidator(_none_word)
+NoWord = BeforeValidator(_off)
+IsoDate = Annotated[str, BeforeValidator(_iso_date)]
+StepRange = Annotated[str | None, BeforeValidator(_step_range)]
+RankNames = Annotated[Names, AfterValidator(_ranks)]
+ObjectiveName = Annotated[str, AfterValidator(_objective)]
