@@ -25,6 +25,7 @@ from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype
 from trainers.checkpoint.scratch import Scratch, map_weights
 from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
+from trainers.config.objective_file import short_name
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml
 from trainers.data.formats import RowError
@@ -286,7 +287,7 @@ def model_card(
     packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
     base = config.model_name_or_path
     library = "peft" if kind == "adapter" else "transformers"
-    header = f"---\nlibrary_name: {library}\ntags: [tunesmith, {config.objective}]\n---\n"
+    header = f"---\nlibrary_name: {library}\ntags: [tunesmith, {short_name(config.objective)}]\n---\n"
     listed = "".join(f"\n{number}. {stage}" for number, stage in enumerate(stages, 1)) if len(stages) > 1 else ""
     order = f"\nTrained in {len(stages)} stages, each from the result of the one before:\n{listed}\n" if listed else ""
     return f"""{header}

@@ -34,6 +34,11 @@ def split_objective(objective: str) -> tuple[Path, str] | None:
     return (Path(match[1]).expanduser(), match[2]) if match else None
 
 
+def short_name(objective: str) -> str:
+    """The name of an objective without the path of its file, which a model card should not tell."""
+    return objective.rpartition(":")[2]
+
+
 def read_objective(objective: str) -> bytes:
     """The source of the objective `path.py:Name`.
 

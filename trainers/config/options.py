@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
-from trainers.config.objective_file import file_spec, split_objective
+from trainers.config.objective_file import file_spec, short_name, split_objective
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.option_types import (
     IsoDate,
@@ -351,7 +351,7 @@ class TrainConfig(BaseModel):
     @property
     def label(self) -> str:
         """What the id of a run says that has no name of its own."""
-        return self.preset or (self.objective.rpartition(":")[2] if self.from_run else self.model_name_or_path)
+        return self.preset or (short_name(self.objective) if self.from_run else self.model_name_or_path)
 
     @property
     def objective_spec(self) -> ObjectiveSpec:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainers.config.objective_file import short_name
 from trainers.run.folder import RunFolder, read_json
 from trainers.run.json_file import load_json
 
@@ -76,7 +77,7 @@ def stages_of(manifest: Mapping[str, Any], run: str) -> list[Stage]:
     config, start = manifest["config"], manifest.get("from_run")
     earlier = as_stages(start.get("stages")) if isinstance(start, dict) else []
     objective, method, data = (str(config.get(name) or "") for name in ("objective", "method", "dataset_name"))
-    return [*earlier, Stage(run, objective, method, data, manifest["step"])]
+    return [*earlier, Stage(run, short_name(objective), method, data, manifest["step"])]
 
 
 def export_record(config: Mapping[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from app.services.allowed_paths import path_mistakes
 from trainers.config.mistakes import ConfigError
-from trainers.config.objective_file import file_spec, objective_version, split_objective
+from trainers.config.objective_file import file_spec, objective_version, short_name, split_objective
 from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import absolute_paths
 from trainers.config.validation import build
@@ -48,6 +48,7 @@ def margin(tmp_path: Path) -> str:
 def test_its_data_options_and_metrics_are_those_of_the_objective_it_is_like(margin: str) -> None:
     spec, like = file_spec(margin), OBJECTIVES["dpo"]
     assert (spec.name, spec.title, spec.summary) == (margin, "Margin", "DPO with a margin.")
+    assert (short_name(margin), short_name("dpo")) == ("Margin", "dpo")
     for name in ("parts", "formats", "divisor", "metrics", "defaults", "reference"):
         assert getattr(spec, name) == getattr(like, name)
     assert spec.loss_types == ()
