@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 SFT_FORMATS = ("chat", "sharegpt", "prompt_completion", "alpaca", "text")
 PREFERENCE = "preference"
-LABELLED_FORMATS = ("labelled", "labelled_chat", "labelled_sharegpt")
+LABELLED = "labelled"
 _REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 _LABELLED_REWARDS = ("reward_accuracy", "reward_margin", "reward_desirable", "reward_undesirable")
 
@@ -109,7 +109,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ObjectiveSpec(
             "kto", "Kahneman-Tversky optimization",
             "Learn from single answers with a label, desirable or not, held near the initial model.",
-            formats=(PREFERENCE, *LABELLED_FORMATS), metrics=(*_LABELLED_REWARDS, "kl"),
+            formats=(PREFERENCE, LABELLED), metrics=(*_LABELLED_REWARDS, "kl"),
             defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
             loss_types=("kto", "apo_zero_unpaired"), reference=True, labelled=True, mismatched=True,
             variants={"apo_zero_unpaired": {"mismatched": False, "metrics": _LABELLED_REWARDS}},

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import OBJECTIVES, PREFERENCE, SFT_FORMATS
+from trainers.config.objectives import LABELLED, OBJECTIVES, PREFERENCE, SFT_FORMATS
 from trainers.config.options import COLUMN_ROLES
 from trainers.data.messages import (
     MEDIA,
@@ -27,9 +27,7 @@ __all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecog
 
 # The columns each format needs, and those it may also have; formats are tried in this order.
 NEEDED: dict[str, tuple[str, ...]] = {
-    "labelled": ("prompt", "completion", "label"),
-    "labelled_chat": ("messages", "label"),
-    "labelled_sharegpt": ("conversations", "label"),
+    LABELLED: ("label",),
     "chat": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -39,9 +37,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
 }
 OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
 OPTIONAL: dict[str, tuple[str, ...]] = {
-    "labelled": OF_CHATS,
-    "labelled_chat": OF_CHATS,
-    "labelled_sharegpt": OF_CHATS,
+    LABELLED: ("prompt", "completion", "messages", "conversations", *OF_CHATS),
     "chat": OF_CHATS,
     "sharegpt": OF_CHATS,
     "prompt_completion": OF_CHATS,
