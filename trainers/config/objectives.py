@@ -12,11 +12,9 @@ from typing import Any, Literal
 
 SFT_FORMATS = ("chat", "sharegpt", "prompt_completion", "alpaca", "text")
 PREFERENCE = "preference"
-LABELLED_FORMATS = ("labelled", "labelled_chat", "labelled_sharegpt")
+LABELLED = "labelled"
 FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
-    "labelled": ("prompt", "completion", "label"),
-    "labelled_chat": ("messages", "label"),
-    "labelled_sharegpt": ("conversations", "label"),
+    LABELLED: ("label",),
     "chat": ("messages",),
     "sharegpt": ("conversations",),
     "prompt_completion": ("prompt", "completion"),
@@ -24,7 +22,7 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
     PREFERENCE: ("chosen", "rejected"),
 }
-"""The columns that each row format needs."""
+"""The columns that each row format needs; a labelled row also needs its answer, in one of several columns."""
 _REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 _LABELLED_REWARDS = ("reward_accuracy", "reward_margin", "reward_desirable", "reward_undesirable")
 
@@ -128,7 +126,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ObjectiveSpec(
             "kto", "KTO", "Kahneman-Tversky optimization",
             "Learn from single answers with a label, desirable or not, held near the initial model.",
-            formats=(PREFERENCE, *LABELLED_FORMATS), metrics=(*_LABELLED_REWARDS, "kl"),
+            formats=(PREFERENCE, LABELLED), metrics=(*_LABELLED_REWARDS, "kl"),
             defaults={"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
             loss_types=("kto", "apo_zero_unpaired"), reference=True, labelled=True, mismatched=True,
             variants={"apo_zero_unpaired": {"mismatched": False, "metrics": _LABELLED_REWARDS}},

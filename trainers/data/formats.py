@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import FORMAT_COLUMNS, OBJECTIVES, PREFERENCE, SFT_FORMATS
+from trainers.config.objectives import FORMAT_COLUMNS, LABELLED, OBJECTIVES, PREFERENCE, SFT_FORMATS
 from trainers.config.options import COLUMN_ROLES
 from trainers.data.messages import (
     MEDIA,
@@ -27,9 +27,7 @@ __all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecog
 
 OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
 OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have beside `FORMAT_COLUMNS`
-    "labelled": OF_CHATS,
-    "labelled_chat": OF_CHATS,
-    "labelled_sharegpt": OF_CHATS,
+    LABELLED: ("prompt", "completion", "messages", "conversations", *OF_CHATS),
     "chat": OF_CHATS,
     "sharegpt": OF_CHATS,
     "prompt_completion": OF_CHATS,

@@ -39,6 +39,7 @@ from trainers.data.messages import (
 
 _BEFORE = ("prompt", "messages", "conversations")
 _SIDES = ("chosen", "rejected")
+_ANSWERED = ("completion", "messages", "conversations")
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _ALIKE = "chosen and rejected are the same"
 _Side = tuple[list[Message], list[bool]]
@@ -72,10 +73,15 @@ def example(
 def _labelled(values: dict[str, Any], fields: Fields) -> Document:
     """A prompt and its completion, or a conversation of which the last message is judged, with their label."""
     desirable = _label(values["label"])
-    if "completion" in values:
-        values |= {role: _parsed(values[role]) for role in ("prompt", "completion")}
+    present = [role for role in _ANSWERED if values[role] is not None]
+    if len(present) != 1:
+        problem = f"{' and '.join(present)} both hold an answer" if present else "the label judges no answer"
+        raise RowError("wrong type", f"{problem}; give completion (with its prompt), messages or conversations")
+    (role,) = present
+    if role == "completion":
+        values |= {name: _parsed(values[name]) for name in ("prompt", "completion")}
         return replace(from_prompt_completion(values, fields), desirable=desirable)
-    role = "messages" if "messages" in values else "conversations"
+    fields.add_unused({"prompt": values["prompt"]})
     messages, trained = _messages(values[role], role, fields)
     if messages[-1]["role"] != "assistant":
         problem = f"ends with a message of role {messages[-1]['role']!r}; the label judges one of the assistant"

@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 
 from trainers.config.fields import OptionField
-from trainers.config.objectives import FORMAT_COLUMNS, OBJECTIVES, OWN_OPTIONS, ObjectiveSpec
+from trainers.config.objectives import FORMAT_COLUMNS, LABELLED, OBJECTIVES, OWN_OPTIONS, ObjectiveSpec
 from ui.pages.train_parts import by_name, component_value
 from ui.parts import Html, element, join, note
 
@@ -56,7 +56,8 @@ def objective_needs(objective: str) -> Html:
         objective: a name in `OBJECTIVES`.
     """
     spec = OBJECTIVES[objective]
-    forms = [" and ".join(FORMAT_COLUMNS[name]) for name in spec.formats]
+    answer = {LABELLED: ("prompt", "completion")}
+    forms = [" and ".join((*answer.get(name, ()), *FORMAT_COLUMNS[name])) for name in spec.formats]
     columns = [element("code", form) for form in forms]
     separated = [part for column in columns for part in (", or ", column)][1:]
     return note(join([f"{spec.summary} The data needs the columns ", *separated, "."]))

@@ -77,6 +77,12 @@ def test_a_pair_is_two_examples() -> None:
         ({"messages": [USER, RIGHT, USER], "label": True}, "ends with a message of role 'user'"),
         ({"messages": [], "label": True}, "messages is empty"),
         ({"prompt": "a", "completion": "b"}, "match no known format"),
+        ({"text": "a", "label": True}, "the label judges no answer"),
+        (
+            {"prompt": "a", "completion": "b", "messages": [USER, RIGHT], "label": True},
+            "completion and messages both hold",
+        ),
+        ({"completion": "b", "label": True}, "prompt is null, not text"),
     ],
 )
 def test_rows_without_an_answer_or_a_label_are_refused(row: dict[str, Any], problem: str) -> None:
@@ -187,7 +193,7 @@ def test_mistakes_have_file_and_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="this is the only one"):
         make_rows(alone, prepare(alone, "train"))
     unlabelled = config(tmp_path, [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(ConfigError, match=r"labelled: prompt, completion, label"):
+    with pytest.raises(ConfigError, match=r"preference: chosen, rejected; labelled: label"):
         prepare(unlabelled, "train")
     labelled = config(tmp_path, numbered(), objective="dpo")
     with pytest.raises(ConfigError, match=r"format labelled.*set objective=kto"):
