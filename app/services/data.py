@@ -173,8 +173,8 @@ def data_config(
     stored = str(_run_config(run_id, runs_dir)) if run_id and runs_dir else None
     name = as_texts({"preset": preset})["preset"] if preset else None
     errors, requested = Mistakes(), dict[str, Any](texts)
-    if roots is not None:  # before the folder is read
-        errors += path_mistakes({"from_run": texts.get("from_run")}, roots)
+    if roots is not None:  # before the folder or file is read
+        errors += path_mistakes({name: texts.get(name) for name in ("from_run", "objective")}, roots)
         errors.refuse()
     with errors:
         config = resolve_request(Request(name, stored, options=dict(texts)))

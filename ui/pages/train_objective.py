@@ -12,8 +12,6 @@ from trainers.config.objectives import FORMAT_COLUMNS, LABELLED, OBJECTIVES, OWN
 from ui.pages.train_parts import by_name, component_value
 from ui.parts import Html, element, join, note
 
-OBJECTIVE_FIELDS = ("objective", *OWN_OPTIONS)
-
 
 class ObjectivePart:
     """The objective, what it needs, and its own options.

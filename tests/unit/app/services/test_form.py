@@ -20,6 +20,7 @@ import app.hardware
 from app.hardware import Devices, Gpu
 from app.launch.foreground import write_folder
 from app.services.choices import GpuChoice, gpu_choices, strategy_choices
+from app.services.data import data_config
 from app.services.fields import COMMON, as_texts
 from app.services.form import (
     Preview,
@@ -116,6 +117,24 @@ def test_all_mistakes_come_at_once() -> None:
     shown = preview(values, preset="tiny-lora", strategy="nope", num_processes="x", roots=[Path.cwd()])
     assert set(shown.errors) == {"learning_rate", "packing", "dataset_name", "strategy", "gpus"}
     assert set(preview({}).errors) == {"model_name_or_path", "dataset_name"}
+
+
+def test_no_page_reads_or_runs_an_objective_in_a_file(tmp_path: Path) -> None:
+    """Its errors would tell which files there are, and what classes are in them."""
+    (tmp_path / "own.py").write_text("class Secret: spec = {'like': 'dpo'}\n")
+    for objective in (f"{tmp_path}/own.py:Secret", f"{tmp_path}/own.py:Other", f"{tmp_path}/none.py:Other"):
+        values = {"objective": objective, "model_name_or_path": "embedded", "dataset_name": "embedded"}
+        shown = preview(values, **CPU, roots=[tmp_path])
+        assert list(shown.errors) == ["objective"]
+        assert "is a file of code, which no page runs" in str(shown.mistakes[0])
+        assert shown.job is None
+        with pytest.raises(ConfigError) as caught:
+            data_config(values, roots=[tmp_path])
+        assert [mistake.option for mistake in caught.value.mistakes] == ["objective"]
+        assert "is a file of code, which no page runs" in str(caught.value)
+    assert preview({**values, "objective": f"{tmp_path}/own.py:Secret"}, **CPU).job, (
+        "control: without roots, it is read"
+    )
 
 
 def test_a_refused_path_is_not_called_missing() -> None:
