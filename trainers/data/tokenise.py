@@ -221,14 +221,10 @@ def encode_rows(
             report.add_bad(f"{display_name}:{line}", BadRow(TOO_LONG, detail))
             continue
         assert not isinstance(item, BadRow)
-        truncated, dropped = report.truncated, report.dropped
-        for start in range(0, len(usable), len(options.parts)):
-            documents = usable[start : start + len(options.parts)]
-            fitting = fit(documents, options.max_length, options.overlong, report)
-            pieces += [(line, piece, item[start].desirable) for piece in fitting]
-        # A row with two examples counts once.
-        report.truncated = min(report.truncated, truncated + 1)
-        report.dropped = min(report.dropped, dropped + 1)
+        parts = len(options.parts)
+        for documents in fit(usable, options.max_length, options.overlong, report):
+            examples = range(0, len(documents), parts)  # two of a pair whose answers are labelled one by one
+            pieces += [(line, documents[start : start + parts], item[start].desirable) for start in examples]
     report.documents += sum(len(piece) for _, piece, _ in pieces)
     return pieces
 
@@ -241,10 +237,10 @@ def _first_bad(encoded: list[Encoded | BadRow], parts: tuple[str, ...]) -> BadRo
 
 
 def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report) -> list[list[Encoded]]:
-    """Splits, truncates or drops an example with a document over `max_length`; counts the lost tokens.
+    """Splits, truncates or drops a row with a document over `max_length`; counts the lost tokens.
 
-    A single document is split into several examples. Examples with a document without a trained token are dropped, and
-    those whose documents are the same once truncated.
+    A single document is split into several. Rows with a document without a trained token are dropped, and those whose
+    documents are the same once truncated.
     """
     over = any(len(document.input_ids) > max_length for document in documents)
     if not over:
@@ -267,7 +263,7 @@ def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report
 
 
 def _differ(documents: list[Encoded]) -> bool:
-    """Whether no two documents of an example have the same tokens."""
+    """Whether no two documents of a row have the same tokens."""
     return len({document.input_ids.tobytes() for document in documents}) == len(documents)
 
 

@@ -182,11 +182,12 @@ def test_a_pair_of_the_longest_documents_fits_in_a_packed_row(tmp_path: Path) ->
     assert (len(dropped), dropped.report.dropped) == (2, 1)
 
 
-def test_a_pair_that_is_the_same_once_truncated_is_dropped(tmp_path: Path) -> None:
-    """It would have a gradient of zero. Control: the other pair, whose answers differ from their start."""
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_pair_that_is_the_same_once_truncated_is_dropped(tmp_path: Path, objective: str) -> None:
+    """It would have a gradient of zero, or two labels. Control: the other pair, whose answers differ from the start."""
     late = {**pair(0), "chosen": [{"role": "assistant", "content": "a " * 40 + "x"}],
             "rejected": [{"role": "assistant", "content": "a " * 40 + "y"}]}  # fmt: skip
-    tokens = prepare(config(written(tmp_path, [late, pair(1, 40)]), max_length=32), "train")
+    tokens = prepare(config(written(tmp_path, [late, pair(1, 40)]), max_length=32, objective=objective), "train")
     assert (len(tokens), tokens.report.dropped, tokens.report.truncated) == (2, 1, 1)
     assert tokens.where(0).endswith(":2")
 
