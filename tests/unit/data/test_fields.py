@@ -99,6 +99,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
         "alpaca": {"instruction": "a", "output": "b"},
         "text": {"text": [part]},
         "preference": {"prompt": [first], "chosen": [last], "rejected": [{**last, keys[1]: "c"}]},
+        "labelled": {"messages": [first, last], "label": True},
     }[format_name]
     row = {**row_keys, **contents}
     document = _document_or_reason(row, format_name)
@@ -113,7 +114,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
     if document.messages:
         listed = {*document.unused, *document.optional}
         path = {"chat": "messages", "sharegpt": "conversations", "prompt_completion": "completion",
-                "preference": "chosen"}.get(format_name)  # fmt: skip
+                "preference": "chosen", "labelled": "messages"}.get(format_name)  # fmt: skip
         if path:
             others = set(message_keys) - USED_IN_MESSAGES - set(keys)
             assert others <= {name.removeprefix(f"{path}[].") for name in listed}
