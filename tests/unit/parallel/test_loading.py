@@ -33,12 +33,21 @@ STRATEGIES = [
     *[(1, "single"), (8, "3d"), (8, "hsdp_tp")],
 ]
 QUICK = {(2, "fsdp2"), (2, "tp"), (2, "pp")}
+LORA_IN_CHECK = {(2, "zero3"), (2, "fsdp1"), (4, "pp_fsdp2"), (4, "zero2_tp")}
+
+
+def _marks(case: tuple[int, str], method: str) -> list[pytest.MarkDecorator]:
+    """`make test` loads under three strategies, `make check` all weights under all others too; `make unit` all."""
+    if (method == "full" and case in QUICK) or (method == "qlora" and case == (2, "fsdp2")):
+        return []
+    in_check = method == "full" if case not in LORA_IN_CHECK else method == "lora"
+    return [pytest.mark.slow] if in_check and case != (8, "hsdp_tp") else [pytest.mark.slow, pytest.mark.long]
+
+
 ON_LOAD = [
-    pytest.param(*case, method, marks=[] if case in QUICK and method == "full" else [pytest.mark.slow])
-    for case in STRATEGIES
-    for method in ("full", "lora")
+    pytest.param(*case, method, marks=_marks(case, method)) for case in STRATEGIES for method in ("full", "lora")
 ] + [
-    pytest.param(*case, "qlora", marks=[] if case == (2, "fsdp2") else [pytest.mark.slow])
+    pytest.param(*case, "qlora", marks=_marks(case, "qlora"))
     for case in ((1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (2, "zero2"), (2, "cp"))
 ]
 
@@ -79,11 +88,11 @@ def large(folder: Path) -> None:
     ("processes", "strategy", "method", "read"),
     [
         (2, "fsdp2", "full", 128),
-        pytest.param(4, "hsdp", "full", 128, marks=pytest.mark.slow),
-        pytest.param(4, "fsdp2", "lora", 64, marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", "full", 128, marks=pytest.mark.long),
+        pytest.param(4, "fsdp2", "lora", 64, marks=pytest.mark.long),
         pytest.param(2, "tp", "full", 156, marks=pytest.mark.slow),  # a matrix cut by columns is read whole
-        pytest.param(2, "ddp", "full", 257, marks=pytest.mark.slow),
-        pytest.param(2, "fsdp1", "full", 257, marks=pytest.mark.slow),
+        pytest.param(2, "ddp", "full", 257, marks=pytest.mark.long),
+        pytest.param(2, "fsdp1", "full", 257, marks=pytest.mark.long),
         pytest.param(2, "zero3", "full", 257, marks=pytest.mark.slow),
     ],
 )
