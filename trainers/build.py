@@ -25,7 +25,6 @@ from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import TokenSet
-from trainers.model.adapter import load_start
 from trainers.model.attention import KERNELS, avoid_cudnn
 from trainers.model.attention_kernel import choose
 from trainers.model.experts import adapter_lines
@@ -56,6 +55,7 @@ from trainers.run.compatibility import plain, recorded_versions
 from trainers.run.ending import Ending
 from trainers.run.errors import TrainingError
 from trainers.run.folder import Process, RunFolder, read_json
+from trainers.run.from_run import adapter_of
 from trainers.run.manifest import Origin, Progress
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
@@ -353,7 +353,10 @@ def load_first_weights(
     """
     if folder is not None:
         return checkpoints.load(folder, loss.model, loss.stored)
-    load_start(config, loss.model)
+    if adapter_of(config):
+        from trainers.model.adapter import load_start  # imports peft, which other runs do without
+
+        load_start(config, loss.model)
     return Progress()
 
 
