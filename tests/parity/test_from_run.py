@@ -82,13 +82,13 @@ def test_a_resumed_second_stage_needs_no_weights_of_the_first(tmp_path: Path) ->
     save_file({name: weight + 1 for name, weight in load_file(adapter).items()}, adapter)
     resumed = {**settings, "resume_from_checkpoint": "auto"}
     again = launch_well(tmp_path / "dpo", 1, resumed, strategy="single")
-    mine, undisturbed = weights(again), weights(second("single", 1))
-    assert mine.keys() == undisturbed.keys()
-    assert all(torch.equal(mine[name], undisturbed[name]) for name in mine)
+    resumed_weights, undisturbed = weights(again), weights(second("single", 1))
+    assert resumed_weights.keys() == undisturbed.keys()
+    assert all(torch.equal(resumed_weights[name], undisturbed[name]) for name in resumed_weights)
 
     anew = {"output_dir": tmp_path / "new", "resume_from_checkpoint": None}
     other = launch_well(tmp_path / "new", 1, {k: v for k, v in {**settings, **anew}.items() if v}, strategy="single")
-    assert not all(torch.equal(weights(other)[name], mine[name]) for name in mine)  # control
+    assert not all(torch.equal(weights(other)[name], resumed_weights[name]) for name in resumed_weights)  # control
 
     shutil.rmtree(source)
     refused = launch(tmp_path / "dpo", 1, {**resumed, "max_steps": 3}, strategy="single")

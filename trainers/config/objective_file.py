@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import re
+import stat
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -48,7 +49,10 @@ def read_objective(objective: str) -> bytes:
     parts = split_objective(objective)
     assert parts is not None
     try:
-        if parts[0].stat().st_size > _MOST_BYTES:
+        about = parts[0].stat()
+        if not stat.S_ISREG(about.st_mode):  # a pipe would block
+            raise _refusal(objective, "is not a regular file", "check the path")
+        if about.st_size > _MOST_BYTES:
             raise _refusal(objective, f"has a file of more than {_MOST_BYTES:,} bytes", "use a smaller one")
         return parts[0].read_bytes()
     except OSError as error:
@@ -79,8 +83,8 @@ def file_spec(objective: str) -> ObjectiveSpec:
 @lru_cache(maxsize=16)
 def _spec_in(objective: str, source: bytes) -> ObjectiveSpec:
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError) as error:
+        tree = ast.parse(source.decode())
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # ValueError: also if it is not UTF-8
         raise _refusal(objective, f"is no Python: {error}", "correct the file") from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     name = objective.rpartition(":")[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_a_file_without_a_valid_spec_is_refused(tmp_path: Path, source: str, pro
     with pytest.raises(ConfigError) as caught:
         config(f"{tmp_path}/margin.py:Margin")
     assert problem in str(caught.value)
+
+
+def test_what_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9\nclass Margin: spec = {'like': 'dpo'}\n")
+    (tmp_path / "deep.py").write_text(f"{'(' * 5000}1{')' * 5000}\nclass Margin: spec = {{'like': 'dpo'}}\n")
+    (tmp_path / "folder.py").mkdir()
+    os.mkfifo(tmp_path / "pipe.py")
+    expected = {
+        "latin": "is no Python",
+        "deep": "is no Python",
+        "folder": "is not a regular file",
+        "pipe": "is not a regular file",
+    }
+    for name, problem in expected.items():
+        with pytest.raises(ConfigError) as caught:
+            config(f"{tmp_path}/{name}.py:Margin")
+        assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(
