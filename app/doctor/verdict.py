@@ -118,7 +118,9 @@ def _progress(ranks: Sequence[Rank], output: str, timeout: float) -> Check:
         last = next((line.strip() for line in reversed(output.splitlines()) if "Error" in line), "")
         value = f"{_names(absent)} did not start within {timeout:g} s{': ' if last else ''}{last[:300]}"
         return Check(name, False, value, "see that torch can be imported there, or raise --timeout")
-    if dead := [rank for rank in late if rank.state == "ended" and not rank.of("error")]:
+    ended = [rank for rank in late if rank.state == "ended" and not rank.of("error")]
+    # The launcher terminates the others.
+    if dead := [rank for rank in ended if not rank.of("terminated")] or ended:
         value = f"{_names(dead)} was killed in {dead[0].step!r}"
         return Check(name, False, value, "look for the system's out-of-memory killer in `dmesg`, and for a crash")
     least, most = min(len(rank.steps) for rank in late), max(len(rank.steps) for rank in ranks)

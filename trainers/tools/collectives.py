@@ -3,7 +3,7 @@
     python -m torch.distributed.run ... -m trainers.tools.collectives --out DIR --sizes '{"tp": 2}' --timeout 120
 
 The rank appends JSON lines to `DIR/rank-N.jsonl`, each with a `kind`: `step` before whatever may hang, `check` for a
-collective in a group, `bandwidth`, `links`, `compute`, `error`, and `done` at the end.
+collective in a group, `bandwidth`, `links`, `compute`, `error`, `terminated` by its launcher, and `done` at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import contextlib
 import json
 import os
 import platform
+import signal
+import threading
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
@@ -110,6 +112,25 @@ def describe() -> dict[str, Any]:
             "local_rank": int(os.environ["LOCAL_RANK"]), "nccl": nccl}  # fmt: skip
 
 
+def report_termination(report: Report) -> None:
+    """Writes a line at SIGTERM, which the launcher sends to the others when a rank is killed, and ends this process.
+
+    A Python handler would wait for the collective that the main thread is in; the wakeup descriptor does not.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.signal(signal.SIGTERM, lambda *signalled: None)
+    signal.set_wakeup_fd(writer)
+
+    def wait() -> None:
+        while os.read(reader, 1) != bytes([signal.SIGTERM]):
+            pass
+        report.write("terminated")
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def examine(args: argparse.Namespace, report: Report) -> None:
     """Everything that this rank does."""
     device = torch.device("cpu")
@@ -142,6 +163,7 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(args.out / f"rank-{int(os.environ['RANK'])}.jsonl")
     report.write("start", **describe())
+    report_termination(report)
     try:
         examine(args, report)
     except Exception as error:  # whatever a communication library raises

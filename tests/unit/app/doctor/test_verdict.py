@@ -61,6 +61,15 @@ def test_the_rank_that_hangs_is_named(last: list[dict[str, Any]], state: str, se
     assert checks["barrier"].passed is None
 
 
+def test_ranks_that_the_launcher_terminated_are_not_to_blame() -> None:
+    last, terminated = right(1, "all-reduce"), [*right(0, "all-reduce"), {"kind": "terminated"}]
+    assert (
+        judge(terminated, last)["ranks"].value
+        == "rank 1 (machine 1, node1, pid 101) was killed in 'all-reduce in world'"
+    )
+    assert judge(terminated, terminated)["ranks"].value.startswith("rank 0 (machine 0, node0, pid 100), rank 1 (")
+
+
 def test_all_ranks_in_one_step_and_the_words_of_a_library() -> None:
     lines = [right(rank, "reduce") for rank in range(3)]
     alive = {0: "alive", 1: "alive", 2: "alive"}
