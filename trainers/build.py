@@ -59,6 +59,7 @@ from trainers.run.from_run import adapter_of
 from trainers.run.manifest import Origin, Progress
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
+from trainers.teacher import add_teacher
 from trainers.tools.preflight import check_positions, check_token_ids
 
 _HOOKS = {
@@ -162,6 +163,8 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     loss.stored = stored
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
+    if config.objective_spec.teacher:
+        add_teacher(config, loss, splits)
     check_token_ids(config, splits, loss.vocab_size)
     check_positions(config, splits, scaled_positions(config, loss.base.config.get_text_config()))
     return loss
@@ -179,13 +182,16 @@ def backend(
         ConfigError: if the model does not fit the strategy or fails the probe.
         TrainingError: if the weights are not laid out over the ranks as expected.
     """
-    refuse_unsplittable_rows(loss.base.config.get_text_config(), mesh.sizes)
+    models = [loss, *([loss.teacher] if loss.teacher is not None else [])]  # FSDP 1 replaces `loss.teacher`
+    for part in models:
+        refuse_unsplittable_rows(part.base.config.get_text_config(), mesh.sizes)
     precision = torch.bfloat16 if config.tf32 else loss.compute
     if mesh.sizes.pp > 1:  # once split, no rank can run the full model
         check_on_cpu(loss, config.packing, precision, ranks)
     # Kernel, tensor parallelism and compilation change modules in place: apply them before wrapping.
-    if loss.base.config._attn_implementation in KERNELS.values():
-        _use_kernel(config, ranks, loss)
+    for part in models:
+        if part.base.config._attn_implementation in KERNELS.values():
+            _use_kernel(config, ranks, part)
     split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
     divide_experts(loss, mesh)
     if config.torch_compile:
@@ -199,7 +205,7 @@ def backend(
     elif strategy.distributed_type == "DEEPSPEED":
         from trainers.parallel.zero import Zero
 
-        if strategy.zero_stage == 3 and config.packing and loss.mixers:
+        if strategy.zero_stage == 3 and config.packing and any(part.mixers for part in models):
             raise _unequal_calls(loss)
         backend = Zero(loss, config, accelerator, ranks, mesh)
     else:
@@ -207,16 +213,14 @@ def backend(
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or strategy.splits_model:
         check_coverage(backend.shards(), ranks)
     with DtypeProbe(loss) as dtypes:
-        check_model_computes(
-            backend.model,
-            loss.base,
-            config.packing,
-            ranks.device,
-            precision,
-            stock=mesh.sizes.pp == 1,
-            splits_rows=mesh.sizes.sequence_shards > 1,
-        )
-    share_rows(loss, mesh)
+        splits_rows, stock = mesh.sizes.sequence_shards > 1, mesh.sizes.pp == 1
+        for part in models:
+            model, of_teacher = backend.model, part is not loss
+            check_model_computes(
+                model, part.base, config.packing, ranks.device, precision, stock, splits_rows, of_teacher
+            )
+    for part in models:
+        share_rows(part, mesh)
     backend.warm_up_buckets()
     return backend, dtypes
 

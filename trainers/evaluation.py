@@ -43,7 +43,7 @@ def evaluate(
     mean, *metrics = (total / count for total in summed(rows, kl))
     backend.model.train()
     scores = {"eval_loss": mean}
-    if rows.objective.divisor == "tokens":
+    if rows.objective.loss_of == "labels":
         scores["eval_perplexity"] = math.exp(mean) if mean < 700 else math.inf
     by_name = zip(rows.objective.metrics, metrics, strict=True)
     # A mean over no example is not a number, such as over the desirable ones where all are undesirable.

@@ -18,13 +18,13 @@ from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
-INPUTS = ("model_name_or_path", "from_run", "dataset_name", "eval_dataset_name", "chat_template")
+INPUTS = ("model_name_or_path", "from_run", "teacher", "dataset_name", "eval_dataset_name", "chat_template")
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
 STORES = ("s3", "gs", "az", "abfs", "hf")
 """Object stores that a page may copy checkpoints to; other fsspec URLs reach local files or arbitrary hosts."""
 MAX_FILES = 10_000
 """Most entries of a folder to check for links that point outside."""
-_HUB = {"model_name_or_path", "dataset_name", "eval_dataset_name"}
+_HUB = {"model_name_or_path", "teacher", "dataset_name", "eval_dataset_name"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 """A name without a folder, which only a run can have."""

@@ -6,7 +6,8 @@ The lowest module in the import order: every package may raise these errors. Imp
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,6 +80,27 @@ class ConfigError(ValueError):
     def from_json(cls, mistakes: Iterable[dict[str, Any]]) -> ConfigError:
         """Rebuilds the error from `as_json()` of another process."""
         return cls(Mistake(**parts) for parts in mistakes)
+
+
+@contextmanager
+def errors_about(option: str, other: str) -> Iterator[None]:
+    """Makes errors about an option, raised meanwhile, errors about another, whose value was checked in its place."""
+
+    def renamed(text: str) -> str:
+        return text.replace(f"{option}=", f"{other}=").replace(f"--{option} ", f"--{other} ")
+
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(
+            replace(
+                mistake,
+                option=other if mistake.option == option else mistake.option,
+                problem=renamed(mistake.problem),
+                remedy=renamed(mistake.remedy),
+            )
+            for mistake in error.mistakes
+        ) from None
 
 
 class Mistakes(list[Mistake]):

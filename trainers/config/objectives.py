@@ -38,12 +38,15 @@ class ObjectiveSpec:
         summary: One sentence.
         parts: Documents of an example, in order: a preference is a chosen and a rejected one.
         formats: Row formats that it takes (`trainers/data/formats.py`), in the order in which they are tried.
+        loss_of: What the loss is computed of: the `labels`, which are the trained tokens, the log-probabilities of
+            `documents`, or the model's `distributions` at the trained tokens.
         divisor: What the summed loss of a global batch is divided by: its trained tokens, or its examples.
         metrics: What it reports besides the loss, each a mean over the same divisor.
         reports_in_training: Whether it reports the metrics at each step too, not only of the evaluation data.
         defaults: The options that only some objectives read, with their defaults for this one.
         loss_types: Values of `loss_type` that it takes, the first by default; empty if it has one loss.
         reference: Whether it compares with the log-probabilities of the initial model.
+        teacher: Whether it compares with the distributions of another model, which the option `teacher` names.
         labelled: Whether each example has a label: desirable or not.
         mismatched: Whether its loss contains the KL divergence from the initial model over the global batch, which is
             estimated on prompts with the answers of other examples (`trainers/data/mismatched.py`).
@@ -57,12 +60,14 @@ class ObjectiveSpec:
     summary: str
     parts: tuple[str, ...] = ("",)
     formats: tuple[str, ...] = SFT_FORMATS
+    loss_of: Literal["labels", "documents", "distributions"] = "documents"
     divisor: Literal["tokens", "examples"] = "examples"
     metrics: tuple[str, ...] = ()
     reports_in_training: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     loss_types: tuple[str, ...] = ()
     reference: bool = False
+    teacher: bool = False
     labelled: bool = False
     mismatched: bool = False
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -95,7 +100,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
     for spec in (
         ObjectiveSpec(
             "sft", "SFT", "Supervised fine-tuning", "Learn to give the answers in the data.",
-            divisor="tokens", metrics=("token_accuracy",), reports_in_training=False,
+            loss_of="labels", divisor="tokens", metrics=("token_accuracy",), reports_in_training=False,
         ),
         _preference(
             "dpo", "DPO", "Direct preference optimization",
@@ -132,6 +137,14 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             variants={"apo_zero_unpaired": {"mismatched": False, "metrics": _LABELLED_REWARDS}},
             source="https://arxiv.org/abs/2402.01306",
         ),
+        ObjectiveSpec(
+            "distill", "Distillation", "Knowledge distillation",
+            "Learn what another model, the teacher, predicts at each token of the answers in the data.",
+            loss_of="distributions", divisor="tokens", metrics=("kl", "token_accuracy"), reports_in_training=False,
+            defaults={"teacher": None, "jsd_beta": 0.5, "distill_temperature": 1.0, "nll_weight": 0.0},
+            loss_types=("forward_kl", "reverse_kl", "jsd"), teacher=True,
+            source="https://arxiv.org/abs/2306.13649",
+        ),
     )
 }  # fmt: skip
 OWN_OPTIONS = ("loss_type", *dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.defaults))
@@ -143,5 +156,5 @@ HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy")
 
 def evaluation_metrics(spec: ObjectiveSpec) -> tuple[str, ...]:
     """Names of all metrics of an evaluation, the loss first."""
-    perplexity = ("eval_perplexity",) if spec.divisor == "tokens" else ()
+    perplexity = ("eval_perplexity",) if spec.loss_of == "labels" else ()
     return ("eval_loss", *perplexity, *(f"eval_{name}" for name in spec.metrics))

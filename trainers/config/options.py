@@ -113,11 +113,20 @@ class TrainConfig(BaseModel):
 
     # Objective
     objective: ObjectiveName = _option("objective", "sft", choices=tuple(OBJECTIVES))
-    """What to train for: sft, kto (good and bad answers), others (pairs); or `path.py:Name`, an objective of yours."""
+    """What to train for: sft, distill, kto (good and bad answers), others (pairs); or your own, `path.py:Name`."""
     loss_type: Annotated[
-        Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired"] | None, Optionally
-    ] = _option("objective", None)
-    """Loss of dpo (sigmoid to sigmoid_norm), cpo (the first three) and kto (the last two); default: the first."""
+        Literal[
+            "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired",
+            "forward_kl", "reverse_kl", "jsd",
+        ] | None, Optionally
+    ] = _option("objective", None)  # fmt: skip
+    """Loss of dpo (to sigmoid_norm), cpo (to ipo), kto (two) and distill (the last three); default: the first."""
+    teacher: Annotated[str | None, Optionally] = _option("objective", None)
+    """Model that distill learns from: Hub id, folder, `embedded`, or a run that is done (its name or folder)."""
+    jsd_beta: float = _option("objective", 0.5, gt=0, lt=1)
+    """Share of the teacher in the mixture of jsd: near 0 it acts as forward_kl, near 1 as reverse_kl."""
+    distill_temperature: float = _option("objective", 1.0, ge=0.01, le=100)
+    """Divides the logits of both models before distill compares them; the loss is not multiplied by its square."""
     beta: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
     """Scale of the rewards: the larger, the nearer dpo and kto stay to the initial model; default: 0.1, simpo 2."""
     label_smoothing: float = _option("objective", 0.0, ge=0, lt=0.5)
@@ -125,7 +134,7 @@ class TrainConfig(BaseModel):
     simpo_gamma: float = _option("objective", 1.0, ge=0, le=1000)
     """Margin by which simpo wants the reward of the chosen answer to be higher."""
     nll_weight: Annotated[float | None, Optionally] = _option("objective", None, ge=0, le=1000)
-    """Weight of the supervised loss on the chosen answers; default: 1 for cpo and orpo, otherwise 0."""
+    """Weight of the supervised loss on (chosen) answers; default: 1 for cpo and orpo, otherwise 0."""
     desirable_weight: float = _option("objective", 1.0, ge=0, le=1000)
     """Weight of desirable examples in the loss of kto; balance it with their number."""
     undesirable_weight: float = _option("objective", 1.0, ge=0, le=1000)
@@ -451,7 +460,7 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the config with local paths made absolute, so that a saved config works from any folder."""
-    names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
+    names = ("model_name_or_path", "teacher", "dataset_name", "eval_dataset_name", "chat_template")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
     if parts := split_objective(config.objective):

@@ -95,9 +95,9 @@ def _other_preset(name: str, preset: Preset, chosen: Mapping[str, Any]) -> list[
 
 
 def _rate_of_another(preset: Preset, chosen: Mapping[str, Any]) -> list[str]:
-    """Returns a line if the learning rate is that of a preset for supervised fine-tuning, which learns much faster."""
+    """Returns a line if the learning rate is that of a preset for SFT, and the objective needs a lower one."""
     objective = OBJECTIVES.get(str(chosen.get("objective")), OBJECTIVES["sft"])
-    if "learning_rate" in chosen or objective.name == "sft" or "objective" in preset.options:
+    if "learning_rate" in chosen or objective.loss_of != "documents" or "objective" in preset.options:
         return []
     rate = float(preset.options["learning_rate"])
     return [

@@ -141,11 +141,14 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "use auto, or another objective"),
         (config.metric_for_best_model not in metrics,
          "metric_for_best_model", config.metric_for_best_model, objective, f"use {' or '.join(metrics)}"),
-        (spec.divisor == "examples" and config.overlong == "split",
+        (spec.loss_of == "documents" and config.overlong == "split",
          "overlong", "split", f"{objective}: half an answer cannot be preferred", "use truncate, drop or refuse"),
+        (spec.teacher and config.teacher is None,
+         "teacher", None, f"is not set, {objective}",
+         "name the model to learn from: a Hub id, a folder, or a run that is done"),
         (spec.labelled and config.desirable_weight == config.undesirable_weight == 0,
          "desirable_weight", 0, "with undesirable_weight=0: nothing would be learned", "set one of them, such as 1"),
-        (spec.name != "sft" and not config.assistant_only_loss,
+        (spec.loss_of == "documents" and not config.assistant_only_loss,
          "assistant_only_loss", False, f"{objective}, which compares the answers alone", "leave it out"),
     ]  # fmt: skip
     return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
@@ -170,6 +173,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)
     spec = config.objective_spec
     ignore({*OWN_OPTIONS} & changed - {*spec.options}, f"objective={spec.name} does not read it")
+    if "jsd_beta" in spec.defaults and config.loss_type != "jsd":
+        ignore({"jsd_beta"} & changed, f"loss_type={config.objective_options()['loss_type']}")
     if config.max_steps is not None and "num_train_epochs" in changed:
         ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:

@@ -61,6 +61,7 @@ class MicroBatch:
         tokens: number of real tokens in the full rows.
         slots: number of tokens in the full rows, padding included.
         scored: the documents whose log-probabilities the objective compares; None if it sums over tokens.
+        taught: whether the objective compares with the distributions of a teacher.
     """
 
     input_ids: torch.Tensor
@@ -72,6 +73,7 @@ class MicroBatch:
     tokens: int
     slots: int
     scored: ScoredDocuments | None = None
+    taught: bool = False
 
     @property
     def labels_or_documents(self) -> int:
@@ -93,9 +95,10 @@ class MicroBatch:
         names = ["input_ids", "position_ids", "documents", "positions", "labels"]
         names += ["scored"] if self.scored is not None else []
         tensors = {name: getattr(self, name) for name in names}
-        moved = {
+        moved: dict[str, Any] = {
             name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
         }
+        moved |= {"taught": True} if self.taught else {}
         if expert_weights is None:
             return moved
         return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}
@@ -191,7 +194,7 @@ class Rows:
 
     def scales(self, rows: np.ndarray | None = None) -> Scales:
         """The factors of a batch of the given rows (default: all)."""
-        if self.objective.divisor == "tokens":
+        if self.objective.loss_of != "documents":
             return UNSCALED
         members, examples = self.members if rows is None else self.members_of(rows), self.divisor(rows)
         nll = examples / max(int(self.documents.trained[members[:: self.objective.documents]].sum()), 1)
@@ -242,9 +245,11 @@ class Rows:
         micro_batches = []
         for start, end in pairwise(np.cumsum([0, *map(len, groups)]).tolist()):
             micro_batch, label_at = self._micro_batch(contents[start:end])
-            if self.objective.divisor == "examples":
+            if self.objective.loss_of == "documents":
                 scored = self._scored(members[start:end], contents[start:end], micro_batch, label_at, scales)
                 micro_batch = replace(micro_batch, scored=scored)
+            elif self.objective.teacher:
+                micro_batch = replace(micro_batch, taught=True)
             micro_batches.append(micro_batch)
         return micro_batches
 

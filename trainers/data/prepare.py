@@ -159,7 +159,7 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
         try:
             tasks = _tasks(shards, files, formats, writer.temporary)
             _tokenise(tasks, encoder, options, config, writer, report)
-            _refuse_nothing(report, splits=config.objective_spec.divisor == "tokens")
+            _refuse_nothing(report, splits=config.objective_spec.loss_of != "documents")
             writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
             writer.discard()

@@ -69,6 +69,7 @@ def check_model_computes(
     compute: torch.dtype,
     stock: bool = True,
     splits_rows: bool = False,
+    of_teacher: bool = False,
 ) -> None:
     """Runs the probe at the start of a run.
 
@@ -81,17 +82,18 @@ def check_model_computes(
         stock: also compare with the model's own forward pass, for which `wrapped` must have all layers.
         splits_rows: whether ranks share each row (cp, sp). As with packing, tokens may then look back only through our
             attention.
+        of_teacher: probe the teacher in `wrapped`, of which `base` is the model then.
 
     Raises:
         ConfigError: if tokens see what they must not, if loss or hidden states differ from those of the model's own
             forward pass, or if the model cannot run with our attention at all. States a remedy.
     """
-    packed = packing or splits_rows
+    packed, more = packing or splits_rows, {"of_teacher": True} if of_teacher else {}
     wrapped.eval()
     try:
         with torch.compiler.set_stance("force_eager"):  # do not compile for a shape that is used once
-            own = own_pass(wrapped, base, packed, device) if stock else None
-            compare(our_pass(wrapped, base, packed, device), own, base.config.model_type, packed, compute)
+            own = own_pass(wrapped, base, packed, device, **more) if stock else None
+            compare(our_pass(wrapped, base, packed, device, **more), own, base.config.model_type, packed, compute)
     except ProbeError as error:
         under = "" if type(wrapped).__name__ == "LossModule" else f" (under {type(wrapped).__name__})"
         if splits_rows:
@@ -127,7 +129,7 @@ def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool
         _refuse_difference(kind, ours, own, compute)
 
 
-def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device) -> ForwardPass:
+def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device, **more: bool) -> ForwardPass:
     """Runs a pass with the training code; raises ProbeError if it fails."""
     ids = probe_rows(base.config.get_text_config().vocab_size, device)
     index = torch.arange(_LENGTH, device=device).expand(4, _LENGTH)
@@ -136,7 +138,7 @@ def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
     positions, labels = _targets(ids, length)
     try:
         with decoder_outputs(base) as seen:
-            total, _ = wrapped(ids, index % length, documents, positions, labels)
+            total, _ = wrapped(ids, index % length, documents, positions, labels, **more)
     except _FAILURES as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -146,7 +148,7 @@ def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
     return ForwardPass(seen[0], float(total) / len(labels))
 
 
-def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device) -> ForwardPass:
+def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device, **more: bool) -> ForwardPass:
     """Runs the model's own forward pass with its default attention, one document per row.
 
     Raises:
@@ -158,7 +160,7 @@ def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device)
     index = torch.arange(length, device=device).expand_as(ids)
     try:
         with own_attention(base), decoder_outputs(base) as seen:
-            total, _ = wrapped(ids, index, None, positions, labels, own_forward=True)
+            total, _ = wrapped(ids, index, None, positions, labels, own_forward=True, **more)
     except _FAILURES as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise

@@ -25,6 +25,8 @@ from trainers.run.weight_headers import read_places
 
 CHUNK = 2**25
 """Bytes to read at once where they cannot be read in place, as dtype, device or columns differ."""
+TEACHER = "teacher."
+"""Prefix of the names of a teacher's weights among those of the model that is trained."""
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,

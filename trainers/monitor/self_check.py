@@ -81,7 +81,9 @@ def compare(
     dtypes: DtypeProbe,
 ) -> list[Line]:  # fmt: skip
     """Compares what was requested with what this rank got."""
-    weights = list(backend.model.parameters())
+    taught = [] if loss.teacher is None else list(loss.teacher.parameters())
+    of_teacher = {id(weight) for weight in taught}
+    weights = [weight for weight in backend.model.parameters() if id(weight) not in of_teacher]
     trained = [weight for weight in weights if weight.requires_grad]
     frozen = [weight for weight in weights if not weight.requires_grad]
     freezes = config.method != "full" or bool(silent_weights(loss.base) or reach_noted(loss.base).unreached)
@@ -94,6 +96,7 @@ def compare(
         *_layout(strategy, mesh, backend),
         Line("trained weights", "float32" if config.master_weights else "bfloat16", _dtype_names(trained)),
         Line("frozen weights", frozen_dtype, _dtype_names(frozen)),
+        *([Line("teacher's weights", _name(compute_dtype(config)), _dtype_names(taught))] if taught else []),
         *([_float8(loss)] if config.mixed_precision == "fp8" else []),
         *(_four_bits(strategy, backend, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(dtypes.linear))),

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments
+from trainers.objectives.distillation import Head, attach
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss
@@ -36,7 +37,10 @@ class LossModule(nn.Module):
         compute: dtype of matrix products. For every strategy it is applied only here, by autocast: parameters, norms,
             softmax, logits, loss and gradient reduction stay fp32.
         offloads: keep the activations saved for the backward pass in CPU memory.
-        objective: the loss of documents; None for supervised fine-tuning.
+        objective: the loss of documents; None for a loss that is a sum over tokens.
+
+    `teacher`, if set, is the frozen `Teacher` that a distillation compares with (`trainers/objectives/teacher.py`). The
+    strategy wraps it too. It is no part of `model`, and so not of checkpoints, exports and counts of weights.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
         self.objective = objective
+        self.teacher: Any = None
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
         self.sum_over_shards: Callable[[torch.Tensor], torch.Tensor] | None = None  # the same
         self.counts_documents = True  # False if another rank with a shard of the same rows counts their loss
@@ -83,6 +88,8 @@ class LossModule(nn.Module):
     def tie_weights(self) -> None:
         """Ties embedding and head again; Accelerate calls this after replacing weights for FSDP 2."""
         self.base.tie_weights()
+        if self.teacher is not None:
+            self.teacher.tie_weights()
 
     def forward(
         self,
@@ -96,6 +103,8 @@ class LossModule(nn.Module):
         expert_weights: torch.Tensor | None = None,
         scored: ScoredDocuments | None = None,
         only_log_probs: bool = False,
+        taught: bool = False,
+        of_teacher: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
 
@@ -110,6 +119,8 @@ class LossModule(nn.Module):
             expert_weights: `[experts]` from `trainers.objectives.load_balancing`; None to count the routing.
             scored: the documents that the objective compares; None for the supervised loss.
             only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
+            taught: compute the loss of a distillation, not the supervised one.
+            of_teacher: compute the supervised loss of the teacher, for the probe.
 
         Returns:
             The summed loss (fp32 scalar), and the number of correctly predicted tokens (int64 scalar; the chunked loss
@@ -117,6 +128,8 @@ class LossModule(nn.Module):
             load-balancing loss, the loss does not. With `real_tokens` but no `expert_weights`: routing counts
             (`LoadBalancing.count`) in place of the loss.
         """
+        if of_teacher:
+            return self.teacher(input_ids, position_ids, documents, positions, labels, own_forward)
         half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
@@ -124,29 +137,75 @@ class LossModule(nn.Module):
                 plain = {"output_router_logits": False} if self.balancing is not None else {}
                 return self._own_forward({"input_ids": input_ids, "use_cache": False, **plain}, positions, labels)
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
-                inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
-                # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
-                if documents is not None or self.over_ranks is not None or self.needs_positions:
-                    inputs["position_ids"] = position_ids
-                if self.balancing is not None:
-                    inputs["output_router_logits"] = real_tokens is not None
+                inputs = self.inputs(input_ids, position_ids, documents, more, routes=real_tokens is not None)
                 if self.balancing is not None and real_tokens is not None and expert_weights is None:
                     routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
                     return self.balancing.count(routed, real_tokens), labels.new_zeros(())
                 score = None if scored is None else partial(self._score, scored, only_log_probs)
-                if not self.chunked:
+                if not self.chunked and not taught:
                     return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score)
-                with self._resting(input_ids.device):
-                    output = self.base.get_decoder()(**inputs)
-            picked = output.last_hidden_state.flatten(0, 1).index_select(0, positions).to(self.compute)
+                output = self.output(inputs)
+            picked = self.picked(output, positions)
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
-            if score is None:
+            if taught:
+                loss, metrics = self._taught((input_ids, position_ids, documents, positions, labels), picked)
+            elif score is None:
                 loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
             else:
                 rule, part = self.rule, self.vocabulary
                 loss, metrics = scored_log_probs(picked, head.weight, head.bias, labels, rule, part, score)
         return _with_balance(loss, output, real_tokens, expert_weights), metrics
+
+    def inputs(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: DocumentLayout | None,
+        more: dict[str, Any], routes: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The arguments of a model call.
+
+        Args:
+            input_ids: `[batch, sequence]`.
+            position_ids: `[batch, sequence]`.
+            documents: boundaries of the documents.
+            more: other arguments, from the `MetadataRoute`.
+            routes: whether the model returns the logits of its routers, if it balances the load of experts.
+        """
+        inputs: dict[str, Any] = {"input_ids": input_ids, "use_cache": False, **more}
+        # Otherwise let the model number the positions of its row itself: RoBERTa's do not start at 0.
+        if documents is not None or self.over_ranks is not None or self.needs_positions:
+            inputs["position_ids"] = position_ids
+        if self.balancing is not None:
+            inputs["output_router_logits"] = routes
+        return inputs
+
+    def output(self, inputs: dict[str, Any]) -> Any:
+        """What the decoder returns; the model, if the loss does not apply its head."""
+        with self._resting(inputs["input_ids"].device):
+            return self.base.get_decoder()(**inputs) if self.chunked else self.model(**inputs)
+
+    def picked(self, output: Any, positions: torch.Tensor) -> torch.Tensor:
+        """`[positions, hidden size]` input of the head in the compute dtype, or the logits, if it was applied."""
+        states: torch.Tensor = output.last_hidden_state if self.chunked else output.logits
+        picked = states.flatten(0, 1).index_select(0, positions)
+        return picked.to(self.compute) if self.chunked else picked
+
+    def head(self, picked: torch.Tensor) -> Head:
+        """The output head, with what `picked` returned."""
+        return Head(picked, self.base.get_output_embeddings() if self.chunked else None, self.rule)
+
+    def _taught(self, batch: tuple[Any, ...], picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and metrics `[2]` of a distillation.
+
+        Args:
+            batch: the first five arguments of `forward`, which the teacher gets too.
+            picked: input of the student's head.
+        """
+        student, want = self.head(picked), torch.is_grad_enabled()
+        with torch.no_grad():  # else wrappers would gather the teacher's weights for a backward pass too
+            metadata = MetadataRoute.current  # layers of the student may be recomputed in the backward pass
+            loss, metrics, gradients = self.teacher(*batch, student=student, want_gradients=want)
+            MetadataRoute.current = metadata
+        return attach(loss, student, gradients) if want else loss, metrics
 
     def _score(
         self, scored: ScoredDocuments, only_log_probs: bool, log_probs: torch.Tensor

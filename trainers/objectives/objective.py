@@ -23,8 +23,8 @@ _LOSSES: dict[str, Callable[..., DocumentLoss]] = {"dpo": Dpo, "simpo": Simpo, "
 
 
 def document_loss(config: TrainConfig) -> DocumentLoss | None:
-    """The loss of the config's objective; None if it is a sum over tokens, which `LossModule` computes itself."""
-    if config.objective_spec.divisor == "tokens":
+    """The loss of the config's objective; None if it is a sum over tokens, which is no loss of documents."""
+    if config.objective_spec.loss_of != "documents":
         return None
     return (_LOSSES.get(config.objective) or _class_in_file(config.objective))(**config.objective_options())
 

@@ -244,12 +244,14 @@ def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
 
 
-def total_numel(model: nn.Module, tensor: TensorParallel | None) -> int:
-    """Number of elements in the full model.
+def total_numel(loss: Any, tensor: TensorParallel | None) -> int:
+    """Number of elements in the full model, and in its teacher if it has one.
 
     Args:
-        model: the unwrapped transformers or peft model.
-        tensor: this rank's tensor-parallel slices of it; None if it is not split.
+        loss: the loss module, before its weights are sharded.
+        tensor: this rank's tensor-parallel slices of the model; None if it is not split.
     """
     slices = tensor.slices if tensor else {}
-    return sum(slices.get(name, weight).shape.numel() for name, weight in model.named_parameters())
+    teacher = loss.teacher.parameters() if loss.teacher is not None else ()
+    weights = [slices.get(name, weight) for name, weight in loss.model.named_parameters()]
+    return sum(weight.shape.numel() for weight in [*weights, *teacher])

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from trainers.model.stored import replace
+from trainers.model.stored import TEACHER, replace
 
 
 def fill(loss: Any, device: torch.device) -> None:
@@ -79,8 +79,14 @@ def shard_as_read(loss: Any, settings: dict[str, Any], device: torch.device, gro
 
 
 def unread(loss: Any) -> list[tuple[str, nn.Parameter]]:
-    """The weights on the meta device, with their transformers or peft names."""
-    return [(name, weight) for name, weight in loss.model.named_parameters() if weight.device.type == "meta"]
+    """The weights on the meta device, with their names in `loss.stored`.
+
+    Those are the transformers or peft names, and for the weights of a teacher these after `TEACHER`.
+    """
+    named = [*loss.model.named_parameters()]
+    if loss.teacher is not None:
+        named += [(f"{TEACHER}{name}", weight) for name, weight in loss.teacher.model.named_parameters()]
+    return [(name, weight) for name, weight in named if weight.device.type == "meta"]
 
 
 def read_whole(loss: Any, name: str, weight: torch.Tensor, device: torch.device) -> torch.Tensor:

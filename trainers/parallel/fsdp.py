@@ -57,7 +57,7 @@ class FullySharded(Backend):
         self.shapes = {name: weight.shape for name, weight in trained_weights(loss.model)}
         self.tensor = getattr(loss, "tensor", None)
         classes = _set_wrap_policy(plugin, loss, self.version)
-        self.total_numel = total_numel(loss.model, self.tensor)
+        self.total_numel = total_numel(loss, self.tensor)
         if self.version == 2:
             layers = _layers_in_order(loss, classes)  # FSDP changes their classes
             if casts_before_gathers(config, loss):
@@ -194,7 +194,7 @@ def _all_in(part: nn.Module, ids: set[int]) -> bool:
 def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> list[str]:
     """Sets which layers become FSDP units, and returns their class names.
 
-    Accelerate reads `_no_split_modules` of the module it wraps.
+    Accelerate reads `_no_split_modules` of the module it wraps. A teacher and its layers are units too.
     """
     loss._no_split_modules = _layer_classes(loss)
     by_size = plugin.auto_wrap_policy is size_based_auto_wrap_policy
@@ -204,11 +204,19 @@ def _set_wrap_policy(plugin: Any, loss: Any, version: int) -> list[str]:
     if by_size:
         plugin.transformer_cls_names_to_wrap = classes
         plugin.auto_wrap_policy = transformer_auto_wrap_policy if classes else None
-    if classes and version == 1 and len({weight.dtype for weight in loss.parameters()}) > 1:
+    if loss.teacher is not None:  # a unit of its own: it is gathered for its forward pass only, and of another dtype
+        classes = [*dict.fromkeys([*classes, *_layer_classes(loss.teacher), type(loss.teacher).__name__])]
+        plugin.transformer_cls_names_to_wrap = classes
+        plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    if classes and version == 1 and _mixes_dtypes(loss):
         # FSDP 1 flattens each unit into one tensor of one dtype: keep fp32 adapters apart from the bf16 base.
         kinds = {type(module) for module in loss.modules() if type(module).__name__ in classes}
         plugin.auto_wrap_policy = functools.partial(_layers_and_adapters, classes=tuple(kinds))
     return classes
+
+
+def _mixes_dtypes(loss: Any) -> bool:
+    return len({weight.dtype for weight in loss.model.parameters()}) > 1
 
 
 def refuse_wrap(loss: Any, fsdp_config: dict[str, Any]) -> None:
@@ -284,9 +292,9 @@ def _numel(part: nn.Module) -> int:
     return sum(weight.numel() for weight in part.parameters())
 
 
-def _refuse_odd_adapters(loss: nn.Module) -> None:
+def _refuse_odd_adapters(loss: Any) -> None:
     """Raises ConfigError for adapters FSDP 1 cannot flatten: on fused experts, or on embeddings of another dtype."""
-    mixed = len({weight.dtype for weight in loss.parameters()}) > 1
+    mixed = _mixes_dtypes(loss)
     for name, module in loss.named_modules():
         kind = type(module).__name__
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))

@@ -38,7 +38,7 @@ class Replicated(Backend):
         self.shapes = {name: weight.shape for name, weight in self.trained}
         self.starts = {}
         self.primary = self.tensor is None or self.tensor.first
-        self.total_numel = total_numel(loss.model, self.tensor)
+        self.total_numel = total_numel(loss, self.tensor)
         if accelerator.ddp_handler is not None:  # it costs a walk through the graph of each step
             accelerator.ddp_handler.find_unused_parameters = reach_noted(loss.base).varies
         self.experts = self._own_experts()
@@ -46,6 +46,8 @@ class Replicated(Backend):
         self.expert_numel = sum(weight.numel() for name, weight in loss.model.named_parameters() if name in slices)
         # Other ranks have other experts: DDP must neither copy rank 0's to them nor sum their gradients.
         ignored = [f"model.{name}" for name in self.tensor.slices] if self.tensor and self.tensor.by_expert else []
+        if loss.teacher is not None:  # frozen, and read from the same files on every rank
+            ignored += [f"teacher.{name}" for name in loss.teacher.state_dict(keep_vars=True)]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(loss, ignored)
         optimizer = build_optimizer(parameter_groups(self.trained, self.shapes, config), config)
         self.model, self.optimizer = accelerator.prepare(loss.to(self.device), optimizer)

@@ -58,7 +58,7 @@ class Zero(Backend):
         self.shapes = {name: weight.shape for name, weight in self.trained}
         self.tensor = getattr(loss, "tensor", None)
         self.primary = True
-        self.total_numel = total_numel(loss.model, self.tensor)
+        self.total_numel = total_numel(loss, self.tensor)
         groups = TensorGroups(mesh) if self.tensor else None
         self.shard_index = groups.get_data_parallel_rank() if groups else ranks.rank
         settings = accelerator.deepspeed_plugin.deepspeed_config

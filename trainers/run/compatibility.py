@@ -18,13 +18,14 @@ from trainers.config.objective_file import objective_version
 from trainers.config.options import TrainConfig
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
 from trainers.run.manifest import read_manifest
+from trainers.run.teacher import teacher_version
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
 EXTRAS = ("bitsandbytes", "deepspeed")
 PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir", "stop_at_step")
 """Options that say where a run is stored, and how it is started and stopped; not saved in checkpoints."""
 FREE = frozenset({
-    "preset", "model_revision", "trust_remote_code", "attn_implementation",
+    "preset", "teacher", "model_revision", "trust_remote_code", "attn_implementation",
     "dataset_name", "dataset_config_name", "dataset_split", "chat_template",
     "eval_dataset_name", "eval_split", "max_eval_samples", "bad_rows", "dataset_num_proc", "cache_dir",
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",
@@ -36,7 +37,7 @@ FREE = frozenset({
     "export_dtype", "profile_steps", "profile_ranks",
 })  # fmt: skip
 """Options that may change on resume: they affect cost, monitoring or export, but no training step beyond the parity
-tolerance. Includes the names of the data, as the ranks compare its content."""
+tolerance. Includes the names of the data and of a teacher, as their content is compared."""
 FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rate of a step does not depend on the length."""
@@ -93,12 +94,12 @@ def _is_docstring(node: Any) -> bool:
 
 
 def recorded_versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what a checkpoint records: `versions()`, and the digest of an objective in a file.
+    """Returns what a checkpoint records: `versions()`, and the digests of an objective in a file and of a teacher.
 
     Raises:
         ConfigError: If that file cannot be read.
     """
-    return versions() | objective_version(config.objective)
+    return versions() | objective_version(config.objective) | teacher_version(config)
 
 
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainers.config.fields import text_of
-from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mistakes import ConfigError, Mistake, errors_about
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
 from trainers.embedded import BASE_DIR
@@ -45,12 +45,12 @@ _UNDERSTOOD = frozenset({
 
 
 def resolve_request(request: Request) -> TrainConfig:
-    """Resolves a request, whose run may start from the result of another one.
+    """Resolves a request, whose run may start from the result of another one, or learn from it.
 
     Raises:
-        ConfigError: see `Request.resolve` and `start_options`.
+        ConfigError: see `Request.resolve`, `start_options` and `teacher_option`.
     """
-    return request.resolve(start_options)
+    return request.resolve(lambda values, chosen: {**start_options(values, chosen), **teacher_option(values)})
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,34 @@ def start_options(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[
         raise ConfigError(mistakes)
     inherited = {option: value for option, value in free.items() if option not in chosen}
     return {**fixed, **inherited, "method": method, "from_run": str(source.folder)}
+
+
+def teacher_option(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The folder of the weights that `teacher` names, if it is a run or a folder.
+
+    Args:
+        values: All options that are set.
+
+    Raises:
+        ConfigError: If the run has not exported its result, or it is an adapter.
+    """
+    name = str(values.get("teacher") or "")
+    if name.lower() in ("", "none", "null", EMBEDDED):
+        return {}
+    path, runs_dir = Path(os.path.expanduser(name)), Path(os.path.expanduser(str(values.get("runs_dir") or "runs")))
+    try:
+        is_folder = path.is_dir()
+    except (OSError, ValueError):
+        is_folder = False
+    registered = (runs_dir / name, *(run for run in registered_runs() if run.name == name))
+    if not is_folder and (os.sep in name or not any(RunFolder(run).exists() for run in registered)):
+        return {}  # on the Hub, or nowhere
+    with errors_about("from_run", "teacher"):
+        source = find_source(str(path.absolute()) if is_folder else name, runs_dir)
+    if source.is_adapter:
+        remedy = "merge it with `tunesmith export RUN --merged`, and name the folder that this prints"
+        raise ConfigError.about("teacher", name, "holds an adapter, and a teacher needs full weights", remedy)
+    return {"teacher": str(source.folder)}
 
 
 def find_source(name: str, runs_dir: Path) -> Source:

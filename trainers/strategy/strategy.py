@@ -357,16 +357,16 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
 def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | None:
     """Returns why a strategy cannot train this config on this machine; None if it can.
 
-    Besides `cannot_run`, checks options against the mesh, and the number of micro-batches of a pipeline.
-
     Raises:
         ConfigError: If the global batch does not divide evenly.
     """
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
-    if strategy.sizes.pp > 1 and config.objective_spec.divisor == "examples":
-        return f"objective={config.objective} with {strategy.sizes}: pipelines sum over tokens; use fsdp2, for instance"
+    spec, why = config.objective_spec, "pipelines sum over tokens"
+    if (strategy.sizes.pp > 1 and spec.loss_of == "documents") or (divides and spec.teacher):
+        why = "the teacher is not split so" if spec.teacher else why
+        return f"objective={config.objective} with {strategy.sizes}: {why}; use fsdp2, for instance"
     if config.method == "qlora" and divides:
         return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and divides:

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mistakes import ConfigError, Mistake, errors_about
 from trainers.config.options import TrainConfig
+from trainers.config.teacher import teacher_config
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
 from trainers.data.tokenizer import tokenizer_hash
+from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.run.compatibility import checkpoint_to_resume, versions
 from trainers.run.disk import check_room, tensors_of
 from trainers.run.folder import read_json, write_json
@@ -74,6 +76,8 @@ def check(
     )
     if mistakes:
         raise ConfigError(mistakes)
+    if config.objective_spec.teacher:
+        _check_teacher(config)
     folder = base_folder(config)
     local = folder if folder.is_dir() else cached_folder(config)
     headers = _headers(config, local)
@@ -214,6 +218,14 @@ def check_model(config: TrainConfig) -> list[Mistake]:
     else:
         return _hub_mistakes(config)
     return [Mistake("model_name_or_path", name, problem) for problem in problems]
+
+
+def _check_teacher(config: TrainConfig) -> None:
+    """Raises ConfigError for mistakes in the teacher's name, folder or files, and for one with another tokenizer."""
+    with errors_about("model_name_or_path", "teacher"):
+        if mistakes := check_model(teacher_config(config)):
+            raise ConfigError(mistakes)
+    refuse_other_vocabulary(config)
 
 
 def _headers(config: TrainConfig, local: Path | None) -> Headers | None:

@@ -66,7 +66,8 @@ def _update(option: OptionField, spec: ObjectiveSpec) -> Any:
     if option.name == "loss_type":
         default = (f"default: {spec.loss_types[0]}", "none")
         return gr.update(visible=True, choices=[default, *((name, name) for name in spec.loss_types)])
-    return gr.update(visible=True, placeholder=f"{spec.defaults[option.name]:g}")
+    default = spec.defaults[option.name]
+    return gr.update(visible=True, placeholder="Hub id, folder or run" if default is None else f"{default:g}")
 
 
 def _hidden(option: OptionField) -> Any:

@@ -1,0 +1,52 @@
+"""Identifies the teacher of a run by the content of its files. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from pathlib import Path
+
+from filelock import FileLock
+
+from trainers.config.options import TrainConfig
+from trainers.config.teacher import teacher_config
+from trainers.run.folder import cache_folder, read_json, write_json
+from trainers.run.manifest import sha256
+from trainers.run.weight_headers import base_folder, cached_folder
+
+
+def teacher_version(config: TrainConfig) -> dict[str, str]:
+    """`{"the teacher": DIGEST}`, as checkpoints record it; empty without one, or if it is not on this machine."""
+    if not config.objective_spec.teacher or config.teacher is None:
+        return {}
+    folder = base_folder(teacher_config(config))
+    local = folder if folder.is_dir() else cached_folder(teacher_config(config))
+    return {} if local is None else {"the teacher": teacher_digest(local)}
+
+
+def teacher_digest(folder: Path) -> str:
+    """First 16 hex digits of a sha256 over config and weights of a model, which are read once per state of the files.
+
+    Args:
+        folder: the folder of the model.
+    """
+    files = [path.resolve() for path in sorted([folder / "config.json", *folder.glob("*.safetensors*")])]
+    states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
+    known: Path | None = None
+    with contextlib.suppress(RuntimeError, OSError):  # no home folder is known, or it cannot be written
+        (cache_folder() / "teachers").mkdir(parents=True, exist_ok=True)
+        known = cache_folder() / "teachers" / f"{hashlib.sha256(repr(states).encode()).hexdigest()[:32]}.json"
+    if known is None:
+        return _computed(states)
+    with FileLock(f"{known}.lock"):  # the other ranks wait for the first
+        if isinstance(digest := (read_json(known) or {}).get("digest"), str):
+            return digest
+        digest = _computed(states)
+        write_json(known, {"digest": digest})
+    return digest
+
+
+def _computed(states: list[tuple[str, int, int]]) -> str:
+    """Of the contents alone, so that a teacher may be moved."""
+    digests = [sha256(Path(path)) for path, *_ in states]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16]
