@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ def same(first: tuple[torch.Tensor, ...], second: tuple[torch.Tensor, ...]) -> b
     return all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(first, second, strict=True))
 
 
-@pytest.mark.parametrize(("loss_type", "temperature"), product(LOSS_TYPES, (1.0, 2.5)))
+@pytest.mark.parametrize(("loss_type", "temperature"), list(product(LOSS_TYPES, (1.0, 2.5))))
 def test_loss_and_gradients_are_those_of_the_formula(loss_type: str, temperature: float) -> None:
     """With a scale and a softcap, a bias, and a share of the supervised loss."""
     case = Case(bias=True)
@@ -82,7 +82,7 @@ def test_loss_and_gradients_are_those_of_the_formula(loss_type: str, temperature
 def test_the_losses_differ() -> None:
     case = Case()
     losses = [case.ours(loss_type, **PLAIN) for loss_type in LOSS_TYPES]
-    assert not any(same(first, second) for first, second in zip(losses, losses[1:], strict=False))
+    assert not any(same(first, second) for first, second in pairwise(losses))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
