@@ -119,7 +119,7 @@ def flops_per_token(bench: Bench, case: Case) -> float:
         parameters = matmul_parameters(model if case.method == "full" else with_adapters(model))
     batches = Batches.load(bench.batches(case))
     tokens, squares = (count(case.warm, case.steps) for count in (batches.tokens, batches.squared_lengths))
-    return step_flops(tokens, parameters, attention_width(model.config), squares) / tokens
+    return step_flops(tokens, (*parameters, 0), attention_width(model.config), squares) / tokens
 
 
 def _cells(run: dict[str, Any]) -> str:

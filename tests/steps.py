@@ -50,7 +50,7 @@ class Steps:
         nothing: Any = None
         self.context = TrainContext(
             config=config, run=nothing, ranks=ranks, mesh=mesh, backend=backend, bare=self.loss.model,
-            buffers=[], balancing=self.loss.balancing, matmul_parameters=(0, 0), scaler=None,
+            buffers=[], balancing=self.loss.balancing, matmul_parameters=(0, 0, 0), scaler=None,
             plan=plan_training(config, prepare(config, "train"), mesh.sizes.data, sequence_shard(mesh)),
             eval_rows=None, checkpoints=_stub(written=lambda: True, extra={}), heartbeat=_stub(at=at), metrics=None,
             report=nothing, show=nothing, launcher=0, clock=nothing,

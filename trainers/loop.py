@@ -78,7 +78,7 @@ class TrainContext:
         bare: the transformers or peft model inside the wrapper, for names and buffers.
         buffers: names of the buffers that checkpoints contain.
         balancing: the load-balancing loss of a mixture-of-experts model; None if there is none.
-        matmul_parameters: (trained, frozen) parameters in matrix products of the full model.
+        matmul_parameters: (trained, frozen, teacher) parameters in matrix products of the full models.
         scaler: fp16's gradient scaler; None for other dtypes.
         eval_rows: rows of the evaluation data; None without evaluation.
         metrics: the metrics file; None except on rank 0.
@@ -98,7 +98,7 @@ class TrainContext:
     bare: nn.Module
     buffers: list[str]
     balancing: LoadBalancing | None
-    matmul_parameters: tuple[int, int]
+    matmul_parameters: tuple[int, int, int]
     scaler: Any
     plan: TrainPlan
     eval_rows: Rows | None

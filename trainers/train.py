@@ -260,7 +260,8 @@ def train(
     progress = build.load_first_weights(config, checkpoints, folder, loss)
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
-    matmul = used_matmul_parameters(loss.base)  # before layers are split over ranks
+    teacher = 0 if loss.teacher is None else sum(used_matmul_parameters(loss.teacher.base))
+    matmul = (*used_matmul_parameters(loss.base), teacher)  # before layers are split over ranks
     CLOCK.ended("model")
     backend, dtypes = build.backend(config, strategy, accelerator, ranks, mesh, loss)
     lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)

@@ -156,20 +156,23 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         raise ConfigError(f"{run.path} is a link; {verb} the folder it points to")
     if not run.record.exists():
         raise ConfigError(f"{run.path} has no {RECORD}, so which files the run wrote is unknown; {verb} it by hand")
-    if (other := _second_stage(run)) is not None:
+    for other, verb_of_other in _second_stages(run):
         other_state = true_state(other)["state"]
-        raise ConfigError(f"run {other.id} starts from run {run.id}, and is {other_state}; finish or delete it first")
+        problem = f"run {other.id} {verb_of_other} from run {run.id}, and is {other_state}"
+        raise ConfigError(f"{problem}; finish or delete it first")
     with run.hold() as lock, lock_proofs(run) if proofs(run) else contextlib.nullcontext():
         yield lock
 
 
-def _second_stage(run: RunFolder) -> RunFolder | None:
-    """A run that could not be resumed without this one, as it starts from its result and is not done."""
+def _second_stages(run: RunFolder) -> Iterator[tuple[RunFolder, str]]:
+    """Runs that could not be resumed without this one, and whether each `starts` or `learns` from its result."""
     for other in list_runs(run.path.parent):
-        source = config_values(other).get("from_run")
-        if isinstance(source, str) and Path(source).is_relative_to(run.path) and true_state(other)["state"] != "done":
-            return other
-    return None
+        values = config_values(other)
+        for option, verb in (("from_run", "starts"), ("teacher", "learns")):
+            source = values.get(option)
+            is_ours = isinstance(source, str) and Path(source).is_relative_to(run.path)
+            if is_ours and true_state(other)["state"] != "done":
+                yield other, verb
 
 
 def size(run: RunFolder) -> int:

@@ -217,9 +217,10 @@ def preview(
             job, options = slurm_job(Args(launch=allowed, request=request, own=own), mistakes=mistakes)
         if job.config.trust_remote_code and not remote_code:
             raise ConfigError(REMOTE_CODE)
-        # An adapter's own config names its base model.
-        started = {name: getattr(job.config, name) for name in ("from_run", "model_name_or_path")}
-        if roots is not None and job.config.from_run and (refused := path_mistakes(started, roots)):
+        # An adapter's own config names its base model, and a run's id the folder of a teacher.
+        started = {name: getattr(job.config, name) for name in ("from_run", "teacher", "model_name_or_path")}
+        follows = job.config.from_run or job.config.teacher
+        if roots is not None and follows and (refused := path_mistakes(started, roots)):
             raise ConfigError(refused)
         return _preview_of(job, texts, launch.get("strategy"), options)
     except ConfigError as error:

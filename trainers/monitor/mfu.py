@@ -39,15 +39,17 @@ def attention_width(model_config: Any) -> int:
     return (int(heads * size) if heads and size else hidden) * (layers or 0)
 
 
-def step_flops(tokens: int, matmul_parameters: tuple[int, int], attention_width: int, squared_lengths: float) -> float:
+def step_flops(
+    tokens: int, matmul_parameters: tuple[int, int, int], attention_width: int, squared_lengths: float
+) -> float:
     """Model FLOPs of one step, without recomputation.
 
     Args:
         tokens: real tokens.
-        matmul_parameters: trained and frozen parameters in matrix products; per token, 6 FLOPs for each trained and 4
-            for each frozen one.
+        matmul_parameters: trained and frozen parameters in matrix products, and those of a teacher; per token, 6 FLOPs
+            for each trained, 4 for each frozen one and 2 for each of the teacher's, whose attention is not counted.
         attention_width: heads times head size, summed over layers.
         squared_lengths: sum of squared document lengths; causal attention computes half of each square.
     """
-    trained, frozen = matmul_parameters
-    return tokens * (6 * trained + 4 * frozen) + 6 * attention_width * squared_lengths
+    trained, frozen, teacher = matmul_parameters
+    return tokens * (6 * trained + 4 * frozen + 2 * teacher) + 6 * attention_width * squared_lengths

@@ -27,7 +27,7 @@ from trainers.run.log import log_line, secrets_in
 
 def test_flops_of_a_step_are_counted_by_hand() -> None:
     """6 per trained and 4 per frozen parameter and token, and causal attention over each document."""
-    assert step_flops(100, (10, 20), attention_width=8, squared_lengths=5000) == 100 * (60 + 80) + 6 * 8 * 5000
+    assert step_flops(100, (10, 20, 5), attention_width=8, squared_lengths=5000) == 100 * (60 + 80 + 10) + 6 * 8 * 5000
 
 
 def test_matmul_parameters_are_the_linear_ones() -> None:

@@ -1,0 +1,148 @@
+"""What `teacher` may name, what identifies it, and which teachers and strategies are refused. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.run.test_from_run import finished, write_adapter, write_full
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.config.parse import Request
+from trainers.config.teacher import teacher_config
+from trainers.config.validation import build, ignored_choices
+from trainers.data.vocabulary import refuse_other_vocabulary
+from trainers.embedded import BASE_DIR
+from trainers.run.compatibility import plain, recorded_versions, refusals
+from trainers.run.from_run import resolve_request
+from trainers.run.teacher import teacher_digest
+from trainers.strategy.strategy import load_strategy, refusal
+from trainers.tools.preflight import check
+
+DATA = {"model_name_or_path": "embedded", "dataset_name": "embedded", "objective": "distill"}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, elsewhere: None) -> Path:
+    return tmp_path / "runs"
+
+
+def resolved(teacher: object, **options: Any) -> TrainConfig:
+    return resolve_request(Request(options={**DATA, "teacher": str(teacher), **options}))
+
+
+def refused(teacher: object, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(teacher, **options)
+    return str(caught.value)
+
+
+def test_a_teacher_is_a_run_a_folder_or_a_name_on_the_hub(runs: Path) -> None:
+    run = finished(runs)
+    assert {resolved(name).teacher for name in ("sft", run.path, run.model, "runs/sft")} == {str(run.model)}
+    folder = write_full(runs.parent / "model")
+    assert resolved("model").teacher == str(folder)
+    assert [resolved(name).teacher for name in ("owner/model", "gpt2", "embedded")] == [
+        "owner/model",
+        "gpt2",
+        "embedded",
+    ]
+
+
+def test_adapters_and_unfinished_runs_are_refused_by_name(runs: Path) -> None:
+    finished(runs, method="lora")
+    assert "teacher=sft holds an adapter, and a teacher needs full weights; merge it with" in refused("sft")
+    folder = write_adapter(runs.parent / "adapter")
+    assert f"teacher={folder} holds an adapter" in refused(folder)
+    stopped = finished(runs, "stopped")
+    stopped.write_state(state="stopped")
+    assert "teacher=stopped is stopped, and has exported no result; finish it" in refused("stopped")
+    empty = runs.parent / "empty"
+    empty.mkdir()
+    assert f"teacher={empty} holds neither a run nor a model" in refused(empty)
+
+
+def test_distill_needs_a_teacher_and_others_ignore_it() -> None:
+    with pytest.raises(ConfigError, match="teacher is not set, with objective=distill; name the model to learn from"):
+        build(DATA)
+    ignored = [str(line) for line in ignored_choices(build({**DATA, "objective": "sft", "teacher": "embedded"}))]
+    assert ignored == ["teacher is ignored: objective=sft does not read it"]
+    ignored = [str(line) for line in ignored_choices(build({**DATA, "teacher": "embedded", "jsd_beta": 0.3}))]
+    assert ignored == ["jsd_beta is ignored: loss_type=forward_kl"]
+    config = build({**DATA, "teacher": "embedded", "jsd_beta": 0.3, "loss_type": "jsd"})
+    assert not ignored_choices(config)
+    assert config.objective_options() == {
+        "loss_type": "jsd", "teacher": "embedded", "jsd_beta": 0.3, "distill_temperature": 1.0, "nll_weight": 0.0,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match="loss_type=sigmoid with objective=distill; use forward_kl"):
+        build({**DATA, "teacher": "embedded", "loss_type": "sigmoid"})
+
+
+@pytest.mark.parametrize("name", ["tp", "fsdp2_tp", "pp", "ep"])
+def test_strategies_that_split_the_model_are_refused_by_name(name: str) -> None:
+    strategy, options = load_strategy(name), {**DATA, "method": "full", "global_batch_size": 32}
+    problem = refusal(strategy, build({**options, "teacher": "embedded"}), has_gpu=False)
+    assert problem is not None
+    assert "objective=distill with" in problem
+    assert "the teacher is not split so; use fsdp2" in problem
+    assert refusal(strategy, build({**options, "objective": "sft"}), has_gpu=False) is None
+
+
+def test_a_teacher_is_loaded_as_it_is() -> None:
+    config = build({**DATA, "teacher": "t", "trust_remote_code": True, "num_hidden_layers": 2, "rope_scaling": "linear",
+                    "rope_factor": 2.0, "method": "lora"})  # fmt: skip
+    other = teacher_config(config)
+    assert (other.model_name_or_path, other.method, other.trust_remote_code) == ("t", "full", False)
+    assert (other.num_hidden_layers, other.rope_scaling, other.from_run) == (None, "none", None)
+
+
+def other_tokenizer(folder: Path, change: str) -> Path:
+    """The embedded model with a token that is named otherwise, or one more."""
+    shutil.copytree(BASE_DIR, folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    if change == "more":
+        vocabulary["another"] = len(vocabulary) + len(content["added_tokens"])
+    else:
+        tokens = {number: token for token, number in vocabulary.items()}
+        vocabulary[tokens[20]], vocabulary[tokens[21]] = 21, 20
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("change", ["swapped", "more"])
+def test_a_teacher_with_another_tokenizer_is_refused_with_the_first_token(change: str, tmp_path: Path) -> None:
+    folder = other_tokenizer(tmp_path / "other", change)
+    config = build({**DATA, "teacher": str(folder), "max_train_samples": 20, "cache_dir": str(tmp_path)})
+    with pytest.raises(ConfigError) as caught:
+        refuse_other_vocabulary(config)
+    assert f"teacher={folder} has another tokenizer: its token " in str(caught.value)
+    if change == "swapped":
+        assert "its token 20 is " in str(caught.value)
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        check(config, load_strategy("single"), has_gpu=False)
+    refuse_other_vocabulary(config.model_copy(update={"teacher": "embedded"}))  # control
+
+
+def test_a_missing_teacher_is_refused_before_anything_is_launched(tmp_path: Path) -> None:
+    config = build({**DATA, "teacher": str(tmp_path / "gone"), "max_train_samples": 20, "cache_dir": str(tmp_path)})
+    with pytest.raises(ConfigError, match=r"teacher=.*gone is not a model folder"):
+        check(config, load_strategy("single"), has_gpu=False)
+
+
+def test_a_resume_compares_the_content_of_the_teacher(tmp_path: Path, elsewhere: None) -> None:
+    first = write_full(tmp_path / "first")
+    moved, changed = (Path(shutil.copytree(first, tmp_path / name)) for name in ("moved", "changed"))
+    (changed / "config.json").write_text('{"rms_norm_eps": 1e-5}')
+    assert teacher_digest(first) == teacher_digest(moved) != teacher_digest(changed)
+    config = build({**DATA, "teacher": str(first)})
+    manifest = {"config": plain(config), "step": 3, "versions": recorded_versions(config)}
+    for folder, problem in ((moved, ""), (changed, "the teacher is")):
+        other = config.model_copy(update={"teacher": str(folder)})
+        mistakes = refusals(manifest, plain(other), recorded_versions(other))
+        assert [str(mistake).startswith(problem) for mistake in mistakes] == ([True] if problem else [])
+    assert "the teacher" not in recorded_versions(build({**DATA, "objective": "sft", "teacher": str(first)}))
