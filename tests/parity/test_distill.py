@@ -181,5 +181,5 @@ def test_a_resume_with_a_changed_teacher_is_refused(tmp_path: Path) -> None:
     resumed = {"resume_from_checkpoint": distill("single").checkpoints[0], "teacher": str(changed)}
     settings = {**options("full", True, **distill_options()), **resumed}
     refused = launch(tmp_path / "other", 1, settings, strategy="single")
-    assert refused.status == 2
+    assert refused.status != 0
     assert "the teacher is" in refused.output

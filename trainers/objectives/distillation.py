@@ -162,7 +162,7 @@ def compare_heads(
     own, other = student.narrowed(vocab_size), teacher.narrowed(vocab_size)
     wide = torch.promote_types(own.hidden.dtype, torch.float32)
     loss, metrics = own.hidden.new_zeros((), dtype=wide), own.hidden.new_zeros(2, dtype=wide)
-    found = _empty_gradients(student, wide) if want_gradients else Gradients(None, None, None)
+    gradients = _empty_gradients(student, wide) if want_gradients else Gradients(None, None, None)
     size = max(64, LOGITS_PER_CHUNK // (2 * vocab_size))
     for start in range(0, own.hidden.shape[0], size):
         span = slice(start, start + size)
@@ -174,16 +174,16 @@ def compare_heads(
             metrics += divergence.metrics(logits, expected.to(logits.dtype), targets)
             continue
         gradient = own.before_rule(gradient, capped)
-        if found.bias is not None:
-            found.bias[:vocab_size] += gradient.sum(0)
+        if gradients.bias is not None:
+            gradients.bias[:vocab_size] += gradient.sum(0)
         gradient = gradient.to(own.hidden.dtype)
-        if found.hidden is not None and own.weight is None:
-            found.hidden[span, :vocab_size] = gradient
-        elif found.hidden is not None and own.weight is not None:
-            found.hidden[span] = gradient @ own.weight
-        if found.weight is not None:
-            found.weight[:vocab_size] += gradient.t() @ own.hidden[span]
-    return loss, metrics, found
+        if gradients.hidden is not None and own.weight is None:
+            gradients.hidden[span, :vocab_size] = gradient
+        elif gradients.hidden is not None and own.weight is not None:
+            gradients.hidden[span] = gradient @ own.weight
+        if gradients.weight is not None:
+            gradients.weight[:vocab_size] += gradient.t() @ own.hidden[span]
+    return loss, metrics, gradients
 
 
 def _empty_gradients(head: Head, wide: torch.dtype) -> Gradients:

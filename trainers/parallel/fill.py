@@ -83,10 +83,10 @@ def unread(loss: Any) -> list[tuple[str, nn.Parameter]]:
 
     Those are the transformers or peft names, and for the weights of a teacher these after `TEACHER`.
     """
-    named = [*loss.model.named_parameters()]
+    weights = [*loss.model.named_parameters()]
     if loss.teacher is not None:
-        named += [(f"{TEACHER}{name}", weight) for name, weight in loss.teacher.model.named_parameters()]
-    return [(name, weight) for name, weight in named if weight.device.type == "meta"]
+        weights += [(f"{TEACHER}{name}", weight) for name, weight in loss.teacher.model.named_parameters()]
+    return [(name, weight) for name, weight in weights if weight.device.type == "meta"]
 
 
 def read_whole(loss: Any, name: str, weight: torch.Tensor, device: torch.device) -> torch.Tensor:
