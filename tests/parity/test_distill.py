@@ -183,3 +183,20 @@ def test_a_resume_with_a_changed_teacher_is_refused(tmp_path: Path) -> None:
     refused = launch(tmp_path / "other", 1, settings, strategy="single")
     assert refused.status != 0
     assert "the teacher is" in refused.output
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero2", "fsdp2_offload", "zero3_offload"])
+def test_a_teacher_in_bf16_beside_weights_in_fp32(name: str) -> None:
+    """Strategies that shard weights keep both dtypes apart; the losses agree within the band of bf16."""
+    changes = {"mixed_precision": "bf16", "max_steps": 6}
+    losses = zip(distill(name, **changes).series("loss"), distill("single", **changes).series("loss"), strict=True)
+    assert max(abs(one / other - 1) for one, other in losses) < 2e-3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_a_student_in_4_bits(name: str) -> None:
+    changes = {"mixed_precision": "bf16", "max_steps": 6}
+    several, single = (distill(strategy, "qlora", **changes).series("loss") for strategy in (name, "single"))
+    assert max(abs(one / other - 1) for one, other in zip(several, single, strict=True)) < 2e-3

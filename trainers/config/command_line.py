@@ -14,6 +14,8 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import LAUNCH_OPTIONS, unknown_option
 
 _VALUES = {"bool": "true|false", "int": "int", "float": "number", "text": "text", "list": "a,b", "map": "a=b,c=d"}
+_WIDEST = 70
+"""Most letters of all values of an option beside its name."""
 
 
 def option(name: str, metavar: str, text: str, panel: str = "Options", hidden: bool = False) -> Any:
@@ -48,11 +50,13 @@ def config_options(hidden: Collection[str] = ()) -> dict[str, Any]:
     """
     options = {"preset": option("preset", "<name>", "Preset to start from.", hidden=True)}
     for field in fields():
-        values = "|".join(field.choices) or _VALUES[field.kind]
+        values, listed = "|".join(field.choices) or _VALUES[field.kind], ""
+        if len(values) > _WIDEST:  # it would not wrap
+            values, listed = "name", f"one of {', '.join(field.choices)}"
         default = (
             f"default: {field.default}" if field.default and not (field.optional and field.default == "none") else ""
         )
-        details = ", ".join(part for part in (field.limits, default) if part)
+        details = ", ".join(part for part in (listed, field.limits, default) if part)
         text = f"{field.help} ({details})" if details else field.help
         options[field.name] = option(field.name, f"<{values}>", text, TITLES[field.section], field.name in hidden)
     return options
