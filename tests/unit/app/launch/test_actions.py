@@ -190,11 +190,12 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
 # -- delete ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_kept_while_another_one_needs_it() -> None:
+@pytest.mark.parametrize(("option", "verb"), [("from_run", "starts"), ("teacher", "learns")])
+def test_a_run_is_kept_while_another_one_needs_it(option: str, verb: str) -> None:
     run, other = made_run(RUNS, "first"), made_run(RUNS, "second", state="stopped")
     other.config.write_text(dump_yaml(build({"model_name_or_path": "embedded", "dataset_name": "embedded",
-                                             "from_run": str(run.model)})))  # fmt: skip
-    message = "run second starts from run first, and is stopped; finish or delete it first"
+                                             option: str(run.model)})))  # fmt: skip
+    message = f"run second {verb} from run first, and is stopped; finish or delete it first"
     with pytest.raises(ConfigError, match=message):
         actions.delete(run)
     with pytest.raises(ConfigError, match=message):
