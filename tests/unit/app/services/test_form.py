@@ -179,6 +179,24 @@ def test_a_run_to_start_from_by_id_or_path_within_the_allowed_folders(tmp_path: 
     assert "from_run" in preview({"from_run": "sft", "runs_dir": str(inside[0])}, **CPU, roots=inside).errors
 
 
+def test_a_teacher_by_id_or_path_within_the_allowed_folders(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "runs", "big", config={"method": "full"})
+    run.model.mkdir()
+    (run.model / "config.json").write_text("{}")
+    distill = {"objective": "distill"}
+    for name in ("big", str(run.path), str(run.model)):
+        shown = preview({**distill, "teacher": name}, **CPU, roots=[Path.cwd()])
+        assert shown.job, shown.errors
+        assert shown.job.config.teacher == str(run.model)
+        assert f"--teacher {run.model}" in shown.command
+    inside = [tmp_path / "data"]
+    register(run)
+    hub = {"teacher": "owner/name", "runs_dir": str(inside[0])}
+    assert preview({**distill, **hub}, **CPU, roots=inside).job
+    assert "teacher" in preview({**distill, "teacher": str(run.path)}, **CPU, roots=inside).errors
+    assert "teacher" in preview({**distill, "teacher": "big", "runs_dir": str(inside[0])}, **CPU, roots=inside).errors
+
+
 def test_the_base_of_an_adapter_stays_within_the_allowed_folders(tmp_path: Path) -> None:
     """The folder of an adapter may be uploaded, and its config names any folder."""
     folder, secret = tmp_path / "data" / "adapter", tmp_path / "secret"
