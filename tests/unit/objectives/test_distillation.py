@@ -132,7 +132,7 @@ def test_metrics_are_counted_without_gradients() -> None:
     assert set(gradients) == {None}
 
 
-def test_logits_of_all_tokens_never_stand_at_once() -> None:
+def test_logits_of_all_tokens_never_stand_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest tensor is a chunk of logits, not one of all tokens."""
     sizes: list[int] = []
 
@@ -142,7 +142,8 @@ def test_logits_of_all_tokens_never_stand_at_once() -> None:
             sizes.extend(part.numel() for part in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(part))
             return result
 
-    vocabulary, tokens = 50_000, 2000
+    monkeypatch.setattr(distillation, "LOGITS_PER_CHUNK", 2**20)
+    vocabulary, tokens = 5000, 600
     layer = nn.Linear(8, vocabulary, bias=False)
     hidden = torch.randn(tokens, 8, requires_grad=True)
     head = Head(hidden, layer, HeadRule())

@@ -50,7 +50,7 @@ def test_a_step_has_the_loss_of_the_stock_models(gemma: Path, tmp_path: Path) ->
         assert result.loss == pytest.approx(total / rows.divisor(taken.context.plan.rows_of(0)), rel=1e-5)
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_models_that_apply_their_head_themselves_get_the_same_gradients(
     packing: bool, gemma: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -60,6 +60,7 @@ def test_models_that_apply_their_head_themselves_get_the_same_gradients(
     assert not same(step(tmp_path, gemma, packing, loss_type="reverse_kl"), in_chunks)  # control
 
 
+@pytest.mark.long
 def test_recomputing_and_padded_rows_change_nothing(gemma: Path, tmp_path: Path) -> None:
     plain = step(tmp_path, gemma)
     assert same(step(tmp_path, gemma, gradient_checkpointing=True), plain)
