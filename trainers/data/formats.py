@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,7 +34,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have besid
     "prompt_completion": OF_CHATS,
     "alpaca": ("input", "system", "history"),
     "text": (),
-    PREFERENCE: ("prompt", "messages", "conversations", *OF_CHATS),
+    PREFERENCE: ("prompt", "messages", "conversations", "margin", *OF_CHATS),
 }
 SHAREGPT_ROLES = {
     "human": "user",
@@ -65,6 +66,8 @@ class Document:
         completion: Text that is trained; plain text is a completion without a prompt.
         left_out: Indices of further assistant messages that are not trained.
         desirable: The label, of an example that has one.
+        margin: By how much the score of this document is to exceed that of the other one of its pair; not a number
+            without a margin.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
@@ -76,6 +79,7 @@ class Document:
     completion: str = ""
     left_out: frozenset[int] = frozenset()
     desirable: bool = True
+    margin: float = math.nan
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)
