@@ -287,8 +287,8 @@ class Rows:
         tokens = torch.from_numpy(self.documents.trained[numbers].astype(np.float32))
         desirable = None if self.desirable is None else torch.from_numpy(self.desirable[numbers])
         margins = None if self.margins is None else torch.from_numpy(self.margins[numbers])
-        of_label = torch.from_numpy(of_label)
-        return ScoredDocuments(of_label, tokens, reference, scales, numbers, desirable, margins=margins)
+        labels = torch.from_numpy(of_label)
+        return ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, margins=margins)
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:
         """The contents of rows with the given documents."""
