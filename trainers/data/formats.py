@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,8 +65,7 @@ class Document:
         completion: Text that is trained; plain text is a completion without a prompt.
         left_out: Indices of further assistant messages that are not trained.
         desirable: The label, of an example that has one.
-        margin: By how much the score of this document is to exceed that of the other one of its pair; not a number
-            without a margin.
+        margin: By how much the score of the chosen document of its pair is to exceed the other, if the pair says so.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
@@ -79,7 +77,7 @@ class Document:
     completion: str = ""
     left_out: frozenset[int] = frozenset()
     desirable: bool = True
-    margin: float = math.nan
+    margin: float | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)

@@ -109,10 +109,10 @@ def _label(value: Any) -> bool:
     raise RowError("wrong label", f"label is {str(value)[:40]!r}, not true or false (or 1 or 0)")
 
 
-def _margin(value: Any) -> float:
-    """A margin as JSON and tables hold it, a number or its text; not a number for none."""
+def _margin(value: Any) -> float | None:
+    """A margin as JSON and tables hold it, a number or its text."""
     if value is None:
-        return math.nan
+        return None
     try:
         margin = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -123,7 +123,7 @@ def _margin(value: Any) -> float:
 
 
 def _pair(values: dict[str, Any], fields: Fields, margins: bool) -> tuple[Document, ...]:
-    margin = _margin(values["margin"]) if margins else math.nan
+    margin = _margin(values["margin"]) if margins else None
     if not margins:
         fields.add_unused({"margin": values["margin"]})
     for role in _SIDES:
@@ -134,7 +134,7 @@ def _pair(values: dict[str, Any], fields: Fields, margins: bool) -> tuple[Docume
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
     chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
-    return replace(chosen, margin=margin), replace(rejected, desirable=False, margin=-margin)
+    return replace(chosen, margin=margin), replace(rejected, desirable=False, margin=margin)
 
 
 def _parsed(value: Any) -> Any:

@@ -198,8 +198,8 @@ def example_of(row: dict[str, Any], format_name: str, options: Options) -> tuple
         return error.bad
 
 
-_Piece = tuple[int, list[Encoded], bool, float]
-"""The line of a row, the documents of one example of it, whether it is desirable, and its margin."""
+_Piece = tuple[int, list[Encoded], bool, float | None]
+"""The line of a row, the documents of one example of it, whether it is desirable, and its margin if it has one."""
 
 
 def encode_rows(
@@ -285,7 +285,7 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
     documents = [document for _, piece, *_ in pieces for document in piece]
     lines = [line for line, piece, *_ in pieces for _ in piece]
     desirable = [desirable for _, piece, desirable, _ in pieces for _ in piece]
-    margin = [margin for _, piece, _, margin in pieces for _ in piece]
+    margin = [np.nan if margin is None else margin for _, piece, _, margin in pieces for _ in piece]
     return {
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
