@@ -202,7 +202,7 @@ def test_a_run_goes_on_with_the_head_of_another_and_sft_does_not(tmp_path: Path)
     assert "starts from the head of the model's files" in second.output + second.run.log.read_text()
     changed = {"objective": "dpo", "center_rewards_coefficient": 0.0}
     refused = launch(tmp_path / "third", 1, {**settings, **more, **changed}, strategy="single")
-    assert refused.status == 2
+    assert refused.status != 0
     assert "LlamaForSequenceClassification, which has no language-modeling head" in refused.output
 
 

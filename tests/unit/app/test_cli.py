@@ -157,7 +157,7 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
         ("train tiny-lora --max_length many", "max_length='many'"),
         ("train tiny-lora --run_name a\x07b", "control characters"),
         ("train tiny-lora --output_dir file/x", "is a file, not a folder"),
-        ("demo tiny-qlora", "use tiny-full, tiny-lora, tiny-dpo, tiny-kto"),
+        ("demo tiny-qlora", "use tiny-full, tiny-lora, tiny-dpo, tiny-kto, tiny-reward"),
         ("demo --gpus x", "is not a GPU id"),
         ("demo --num_processes 3", "is not divisible"),
         ("trian", "Did you mean 'train'?"),

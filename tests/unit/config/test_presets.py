@@ -136,7 +136,7 @@ def adapted(model: Any, config: TrainConfig) -> int:
 def test_each_model_comes_in_each_method() -> None:
     assert len(PUBLISHED) == 39
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
-    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto"}
+    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto", "tiny-reward"}
     models = [model_of(name) for name in NAMES]
     assert models == sorted(models)
 
