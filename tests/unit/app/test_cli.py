@@ -123,7 +123,7 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     assert shell(*words.split()) == 2
     assert shell.out == ""
     expected = [
-        "preset=tiny-lroa is unknown: tiny has no method 'lroa'; there are full, lora, dpo and kto",
+        "preset=tiny-lroa is unknown: tiny has no method 'lroa'; there are full, lora, dpo, kto and reward",
         "learning_rte is not an option; did you mean learning_rate?",
         "seed='-1' is refused",
         "strategy='dddp' is unknown; did you mean ddp?",
