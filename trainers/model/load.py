@@ -189,6 +189,7 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
     if config.random_init:
         set_seed(config.seed)
         model = family.from_config(model_config, trust_remote_code=config.trust_remote_code, **settings)
+        check_head(config, model)
     else:
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         as_stored = copy.copy(model_config)  # loading removes the quantization that it undoes
@@ -202,9 +203,9 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
             raise ConfigError(load_mistake(config, error)) from None
         refuse_quantised(config, as_stored, _dtypes(config))
+        check_head(config, model)  # its head may have weights of other names, which files lack
         for line in fit_lines(config, report, model_config):
             _say(line)
-    check_head(config, model)
     for line in init_head(config, model, head_stored):
         _say(line)
     if config.method == "qlora":
