@@ -193,17 +193,17 @@ def test_an_export_gives_the_scores_of_the_trainer(method: str) -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_the_head_of_another_and_sft_does_not(tmp_path: Path) -> None:
-    first, settings = reward("single"), options("full", True, **reward_options())
+@pytest.mark.parametrize(("before", "after"), [("full", "full"), ("lora", "lora"), ("lora", "full")])
+def test_a_run_goes_on_with_the_head_of_another_and_dpo_does_not(before: str, after: str, tmp_path: Path) -> None:
+    first, settings = reward("single", before), options(after, True, **reward_options())
     del settings["model_name_or_path"]
     more = {"from_run": first.run.path, "max_steps": 1, "eval_on_start": True, "eval_steps": 1}
     second = launch_well(tmp_path / "second", 1, {**settings, **more}, strategy="single")
     assert second.series("eval_loss")[0] == pytest.approx(first.series("eval_loss")[-1], abs=1e-5)
-    assert "starts from the head of the model's files" in second.output + second.run.log.read_text()
     changed = {"objective": "dpo", "center_rewards_coefficient": 0.0}
     refused = launch(tmp_path / "third", 1, {**settings, **more, **changed}, strategy="single")
     assert refused.status != 0
-    assert "LlamaForSequenceClassification, which has no language-modeling head" in refused.output
+    assert "has no language-modeling head" in refused.output
 
 
 class InOrder(RewardTrainer):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from trainers.checkpoint.scratch import Scratch
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
 from trainers.model.attention import KERNELS
-from trainers.model.load import base_dtype, element_counts, load_model_config, model_path, weight_files
+from trainers.model.load import LOADER, base_dtype, element_counts, load_model_config, model_path, weight_files
 from trainers.model.quantization import keep_compute_dtype, loading_options, many_threads
+from trainers.model.reachability import without_log
 from trainers.model.scalar_head import model_family
 from trainers.model.stored import DTYPES
 from trainers.objectives.loss_module import LossModule, inner_model
@@ -268,7 +270,9 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
         settings["config"] = AutoConfig.from_pretrained(folder, subfolder=BASE)
     elif config.objective_spec.scalar_head:
         settings["num_labels"] = 1
-    base = model_family(config).from_pretrained(model_path(config), revision=config.model_revision, **settings)
+    quiet = without_log(LOADER) if config.objective_spec.scalar_head else nullcontext()  # the adapter has the head
+    with quiet:
+        base = model_family(config).from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
     return PeftModel.from_pretrained(_widened(base, held, compute, folder), str(folder))
 

@@ -68,7 +68,7 @@ from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
-_LOADER = "transformers.modeling_utils"
+LOADER = "transformers.modeling_utils"
 """The logger of a table of missing weights, which would name a new head; `fit_lines` checks all others."""
 
 
@@ -195,7 +195,7 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
         as_stored = copy.copy(model_config)  # loading removes the quantization that it undoes
         try:
             # Safetensors only: other weight files are pickles, which run code when loaded.
-            quiet = nullcontext() if head_stored or family is AutoModelForCausalLM else without_log(_LOADER)
+            quiet = nullcontext() if head_stored or family is AutoModelForCausalLM else without_log(LOADER)
             with quiet, left.recording() if left else many_threads() if config.method == "qlora" else nullcontext():
                 model, report = family.from_pretrained(
                     model_path(config), config=model_config, use_safetensors=True, **where, **settings
