@@ -26,13 +26,13 @@ def run(argv: list[str]) -> str:
     return subprocess.run([sys.executable, "-m", *argv], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def score(model: str, pairs: bool) -> dict[str, Any]:
-    """Scores a model folder; see `trainers.tools.score.score_model`."""
-    (scores,) = json.loads(run(["trainers.tools.score", "--model", model, *(["--preferences"] if pairs else [])]))
+def score(model: str, flags: list[str]) -> dict[str, Any]:
+    """Scores a model folder; see `trainers.tools.score`."""
+    (scores,) = json.loads(run(["trainers.tools.score", "--model", model, *flags]))
     return dict(scores)
 
 
-def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], pairs: bool) -> dict[str, Any]:
+def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], flags: list[str]) -> dict[str, Any]:
     """Trains and scores one preset with one seed.
 
     Args:
@@ -40,7 +40,7 @@ def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], pairs: 
         seed: the seed.
         folder: where the run is written.
         more: further options.
-        pairs: whether the preferences are scored too.
+        flags: of the scoring program.
 
     Returns:
         The scores, and `seconds` of training.
@@ -48,14 +48,15 @@ def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], pairs: 
     argv = ["app.cli", "train", preset, "--seed", str(seed), "--output_dir", str(folder), "--json", "--quiet", *more]
     document = json.loads(run(argv))
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return score(document["export_dir"], pairs) | {"seconds": max(row.get("elapsed_s", 0) for row in rows)}
+    return score(document["export_dir"], flags) | {"seconds": max(row.get("elapsed_s", 0) for row in rows)}
 
 
 def line(name: str, seed: object, row: dict[str, Any]) -> str:
     """A row of the table."""
-    preferred = f"{row['preference_accuracy']:.3f}" if "preference_accuracy" in row else ""
+    accuracy = row.get("preference_accuracy", row.get("reward_accuracy"))
+    preferred, match = ("" if value is None else f"{value:.3f}" for value in (accuracy, row.get("exact_match")))
     seconds = f"{row['seconds']:.1f}" if seed != "" else ""
-    return f"| {name} | {seed} | {seconds} | {row['eval_loss']:.4f} | {row['exact_match']:.3f} | {preferred} |"
+    return f"| {name} | {seed} | {seconds} | {row['eval_loss']:.4f} | {match} | {preferred} |"
 
 
 def main() -> None:
@@ -66,14 +67,17 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| preset | seed | training s | eval loss | exact match, test | preference accuracy, test |")
     print("|---|---|---|---|---|---|", flush=True)
-    print(line("(base)", "", score("trainers/embedded/base", True)), flush=True)
+    print(line("(base)", "", score("trainers/embedded/base", ["--preferences"])), flush=True)
+    print(line("(base, new head)", "", score("trainers/embedded/base", ["--reward"])), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for preset in arguments.presets:
-            pairs = PREFERENCE in Request(preset).resolve().objective_spec.formats
+            spec = Request(preset).resolve().objective_spec
+            pairs = PREFERENCE in spec.formats
+            flags = ["--reward"] if spec.scalar_head else ["--preferences"] if pairs else []
             for name, more in [(preset, ()), *([(f"{preset}, labels swapped", SWAPPED)] if pairs else [])]:
                 for seed in arguments.seeds:
                     output = Path(folder) / f"{preset}-{seed}-{len(more)}"
-                    print(line(name, seed, measure(preset, seed, output, more, pairs)), flush=True)
+                    print(line(name, seed, measure(preset, seed, output, more, flags)), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet
 from trainers.model.attention import KERNELS, avoid_cudnn
 from trainers.model.attention_kernel import choose
@@ -166,6 +167,7 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     if config.objective_spec.teacher:
         add_teacher(config, loss, splits)
     check_token_ids(config, splits, loss.vocab_size)
+    check_last_tokens(config, splits)
     check_positions(config, splits, scaled_positions(config, loss.base.config.get_text_config()))
     return loss
 

@@ -63,6 +63,8 @@ def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir:
 
 def _metric(config: TrainConfig) -> str:
     """What an objective should improve on unseen examples; 0 to 1."""
+    if config.objective_spec.scalar_head:
+        return "reward_accuracy"
     return "preference_accuracy" if PREFERENCE in config.objective_spec.formats else "exact_match"
 
 
@@ -73,8 +75,11 @@ def score(job: TrainJob) -> tuple[dict[str, Any], dict[str, Any]]:
         RuntimeError: when the scoring program fails.
     """
     models = ["--model", str(BASE_DIR), "--model", str(job.run.model)]
-    preferences = ["--preferences"] if _metric(job.config) == "preference_accuracy" else []
-    argv = module_argv("trainers.tools.score", [*models, "--split", "test", "--samples", "3", *preferences])
+    preferences = {"preference_accuracy": ["--preferences"], "reward_accuracy": ["--reward"]}
+    argv = module_argv(
+        "trainers.tools.score",
+        [*models, "--split", "test", "--samples", "3", *preferences.get(_metric(job.config), [])],
+    )
     status, out, errors = run_program(argv, module_environment(), cwd=ROOT)
     if status != 0:
         raise RuntimeError(f"scoring failed with exit status {status}:\n{errors[-2000:]}")
@@ -102,7 +107,8 @@ def _show(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> None:
     seconds, rate = speed(job.run)
     report(f"\nTrained in {number(seconds, 1)} s with {job.strategy.name} at {number(rate, 0)} tokens/s\n")
     scores = {"before": before, "after": after}
-    shares = dict.fromkeys(("exact_match", _metric(job.config)))
+    metric = _metric(job.config)  # a reward model answers nothing
+    shares = [metric] if metric == "reward_accuracy" else dict.fromkeys(("exact_match", metric))
     rows = [
         [name, number(values["eval_loss"]), *(number(values[share], 3) for share in shares)]
         for name, values in scores.items()

@@ -11,7 +11,7 @@ from app.commands.demo import run_demo
 from benchmarks.embedded_seeds import SWAPPED
 from tests.launching import launch_well
 from trainers.embedded import PREFERENCES_DIR
-from trainers.tools.score import load_model, load_rows, preference_accuracy, score_model
+from trainers.tools.score import load_model, load_rows, preference_accuracy, score_model, score_reward_model
 
 
 @pytest.mark.long
@@ -34,3 +34,17 @@ def test_the_preferences_are_learned_and_swapped_ones_unlearned(home: Path, caps
     swapped = launch_well(home / "swapped", 2, {"preset": "tiny-dpo", option.removeprefix("--"): columns})
     rows = load_rows("test", folder=PREFERENCES_DIR)
     assert preference_accuracy(*load_model(swapped.run.model), rows) < before - 0.2
+
+
+@pytest.mark.long
+def test_a_reward_model_tells_the_right_answer_and_of_swapped_ones_the_wrong(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo("tiny-reward", None, "2", home / "runs", True) == 0
+    document = json.loads(capsys.readouterr().out)
+    before, after = (document[when]["reward_accuracy"] for when in ("before", "after"))
+    assert document["metric"] == "reward_accuracy"
+    assert after > 0.75 > 0.6 > before
+    option, columns = SWAPPED
+    swapped = launch_well(home / "swapped", 2, {"preset": "tiny-reward", option.removeprefix("--"): columns})
+    assert score_reward_model(swapped.run.model)["reward_accuracy"] < 0.3

@@ -49,16 +49,19 @@ def sigmoid_loss(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
 
 
 def plain_curve(
-    settings: TrainConfig, mean_loss: Callable[[TrainPlan, nn.Module, nn.Module, np.ndarray], torch.Tensor]
+    settings: TrainConfig,
+    mean_loss: Callable[[TrainPlan, nn.Module, nn.Module, np.ndarray], torch.Tensor],
+    build: Callable[[TrainConfig], nn.Module] = plain.build,
 ) -> plain.Curve:
     """Training in half a page.
 
     Args:
         settings: options of the run.
         mean_loss: of the plan, the model, the initial model and the numbers of the documents of a batch.
+        build: makes the model.
     """
     plan = plan_training(settings, prepare(settings, "train"), 1)
-    model = plain.build(settings)
+    model = build(settings)
     initial = copy.deepcopy(model).requires_grad_(False)
     matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
     vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]

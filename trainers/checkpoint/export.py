@@ -29,6 +29,7 @@ from trainers.config.objective_file import short_name
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml
 from trainers.data.formats import RowError
+from trainers.data.padding import padding_token
 from trainers.data.prepare import load_tokenizer
 from trainers.data.template import Encoder
 from trainers.model.load import (
@@ -42,6 +43,7 @@ from trainers.model.load import (
 )
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
+from trainers.objectives.output_head import scalar_head
 from trainers.run.compatibility import plain, versions
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, read_json, write_json
@@ -208,13 +210,17 @@ def _export_dtype(config: TrainConfig) -> torch.dtype:
 
 
 def _write(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes weights, tokenizer and generation config with transformers and peft."""
+    """Writes weights, tokenizer and generation config (or padding) with transformers and peft."""
     base = inner_model(model)
     base.config.use_cache = True
-    base.generation_config = base.generation_config or GenerationConfig()
-    ends = stop_tokens(tokenizer, base.generation_config)
-    base.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
-    base.generation_config.save_pretrained(folder)
+    if scalar_head(base) is None:
+        base.generation_config = base.generation_config or GenerationConfig()
+        ends = stop_tokens(tokenizer, base.generation_config)
+        base.generation_config.eos_token_id = ends[0] if len(ends) == 1 else ends or None
+        base.generation_config.save_pretrained(folder)
+    else:  # the stock forward pass scores the last token that is no padding
+        base.config.get_text_config().pad_token_id = base.config.pad_token_id = padding_token(tokenizer)
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(base.config.pad_token_id)
     model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
     tokenizer.save_pretrained(folder)
 
@@ -319,6 +325,8 @@ def model_card(
 
 def _loading(config: TrainConfig, kind: str) -> str:
     """The code that loads the export; an adapter needs the base as it was trained on: in 4 bits, with the same RoPE."""
+    if config.objective_spec.scalar_head:
+        return _loading_scores(config, kind)
     if kind != "adapter":
         return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
     lines, more = [], ""
@@ -349,6 +357,23 @@ def _loading(config: TrainConfig, kind: str) -> str:
             "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens",
         ]
     )
+
+
+def _loading_scores(config: TrainConfig, kind: str) -> str:
+    """The code that loads a reward model; the config of an adapter's base knows neither its output nor its padding."""
+    lines = ["tokenizer = AutoTokenizer.from_pretrained(folder)  # from transformers"]
+    if kind != "adapter":
+        lines.append("model = AutoModelForSequenceClassification.from_pretrained(folder)  # from transformers")
+    else:
+        scaled = f', subfolder="{BASE}"' if config.rope_scaling != "none" else ""
+        base = f'"{model_path(config)}"' + (f', revision="{config.model_revision}"' if config.model_revision else "")
+        lines += [
+            f"settings = AutoConfig.from_pretrained({'folder' + scaled if scaled else base}, num_labels=1)",
+            f"model = AutoModelForSequenceClassification.from_pretrained({base}, config=settings)",
+            "model.config.pad_token_id = tokenizer.pad_token_id",
+            "model = PeftModel.from_pretrained(model, folder)  # from peft",
+        ]
+    return "\n".join([*lines, "scores = model(**tokenizer(texts, padding=True, return_tensors='pt')).logits[:, 0]"])
 
 
 def main(argv: list[str]) -> int:

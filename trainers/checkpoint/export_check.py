@@ -1,5 +1,7 @@
 """Loads an export back with plain transformers or peft, and compares its loss with the trainer's.
 
+Of a reward model, the mean score of a few documents takes the place of the loss.
+
 Only one model is there at a time: the trainer's loss is computed before the export is written, and its model is freed
 before the export is read. Both compute in the same dtype, so that only the storage of the weights differs; what
 their rounding changes is measured on the trainer's model.
@@ -10,6 +12,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +20,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from trainers.checkpoint.scratch import Scratch
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
 from trainers.model.attention import KERNELS
-from trainers.model.load import base_dtype, element_counts, load_model_config, model_path, weight_files
+from trainers.model.load import LOADER, base_dtype, element_counts, load_model_config, model_path, weight_files
 from trainers.model.quantization import keep_compute_dtype, loading_options, many_threads
+from trainers.model.reachability import without_log
+from trainers.model.scalar_head import model_family
 from trainers.model.stored import DTYPES
-from trainers.objectives.loss_module import LossModule
+from trainers.objectives.loss_module import LossModule, inner_model
+from trainers.objectives.output_head import scalar_head
 from trainers.run.host_memory import available
 from trainers.run.weight_headers import read_header
 
@@ -54,6 +60,7 @@ class LoadedBack:
         rounding: change of the trainer's loss by rounding the weights to `dtype`.
         problem: why the loss was not computed.
         skipped: whether the export was not loaded for lack of memory.
+        scores: whether the losses are mean scores, and `tokens` the number of scored documents.
     """
 
     dtype: str
@@ -64,6 +71,7 @@ class LoadedBack:
     rounding: float = 0.0
     problem: str | None = None
     skipped: bool = False
+    scores: bool = False
 
     @property
     def difference(self) -> float | None:
@@ -87,8 +95,10 @@ class LoadedBack:
             return f"export in {self.dtype}: not loaded back, {self.problem}"
         if self.loss is None:
             return f"the export cannot be loaded back: {self.problem}"
+        scored, trained = f"mean score of {self.tokens} documents", f"loss on {self.tokens} trained tokens"
+        measured = scored if self.scores else trained
         return (
-            f"export in {self.dtype}: loaded back, its loss on {self.tokens} trained tokens is {self.loss:.6f}, "
+            f"export in {self.dtype}: loaded back, its {measured} is {self.loss:.6f}, "
             f"the trainer's {self.trainer_loss:.6f}; difference {self.difference:.1e}, "
             f"{f'beyond rounding {self.deviation:.1e}, ' if self.rounding else ''}limit {self.limit:.1e}"
         )
@@ -100,7 +110,7 @@ class Probe:
 
     Args:
         ids: `[1, length]` token ids.
-        positions: `[trained]` index of the token before each trained one.
+        positions: `[trained]` index of the token before each trained one; of the last token, if that is scored.
     """
 
     ids: torch.Tensor
@@ -108,8 +118,8 @@ class Probe:
 
     @property
     def labels(self) -> torch.Tensor:
-        """`[trained]` ids of the trained tokens."""
-        return self.ids[0, self.positions + 1]
+        """`[trained]` ids of the trained tokens; of the last token, if that is scored."""
+        return self.ids[0, (self.positions + 1).clamp(max=self.ids.shape[1] - 1)]
 
 
 def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
@@ -122,7 +132,7 @@ def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
         ids, mask = (torch.from_numpy(np.array(values[:room])) for values in data.document(index))
         room -= len(ids)
         if mask[1:].any():
-            probes.append(Probe(ids.long()[None], mask[1:].nonzero()[:, 0]))
+            probes.append(_probe(config, ids.long(), mask[1:].nonzero()[:, 0]))
         if room < 2:
             break
     if probes:
@@ -132,7 +142,12 @@ def sample(config: TrainConfig, tokenizer: Any, text: str) -> list[Probe]:
         TOKENS, getattr(model_config, "max_position_embeddings", None) or TOKENS
     )  # learned positions are limited
     ids = torch.tensor(tokenizer(text[: 4 * TOKENS], add_special_tokens=False)["input_ids"][:longest])
-    return [Probe(ids[None], torch.arange(len(ids) - 1))]
+    return [_probe(config, ids, torch.arange(len(ids) - 1))]
+
+
+def _probe(config: TrainConfig, ids: torch.Tensor, positions: torch.Tensor) -> Probe:
+    """The probe of a document, of which a reward model scores the last token."""
+    return Probe(ids[None], torch.tensor([len(ids) - 1]) if config.objective_spec.scalar_head else positions)
 
 
 def held_dtype(config: TrainConfig, kind: str) -> torch.dtype:
@@ -142,7 +157,7 @@ def held_dtype(config: TrainConfig, kind: str) -> torch.dtype:
 
 @torch.no_grad()
 def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype) -> float:
-    """Mean loss per trained token of the model before export, computed by the training code."""
+    """Mean loss per trained token (or score) of the model before export, computed by the training code."""
     loss = LossModule(model, compute)
     before = loss.base.config._attn_implementation
     if before in KERNELS.values():  # otherwise keep the model's own attention, which may not be plain softmax
@@ -182,6 +197,7 @@ def load_back(
     compute = held_dtype(config, kind)
     tokens, name = _trained_tokens(probes), str(dtype).removeprefix("torch.")
     limit, facts = tolerance(expected, tokens, compute), (name, tokens, expected)
+    scores = config.objective_spec.scalar_head
     try:
         needed, free = _bytes(folder, config, kind, compute), available()
         if needed > free:
@@ -189,13 +205,13 @@ def load_back(
                 f"which takes {needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} GiB are free; "
                 "run `tunesmith export` on a machine with more memory to check it"
             )
-            return LoadedBack(*facts, None, limit, rounding, problem, skipped=True)
+            return LoadedBack(*facts, None, limit, rounding, problem, skipped=True, scores=scores)
         model = _load(folder, config, kind, compute)
         loss = _stock_loss(model, probes, compute)
     except Exception as error:  # any error that users of the export would get
         line = str(error).strip().partition("\n")[0][:300]
         return LoadedBack(*facts, None, limit, rounding, f"{type(error).__name__}: {line}")
-    return LoadedBack(*facts, loss, limit, rounding)
+    return LoadedBack(*facts, loss, limit, rounding, scores=scores)
 
 
 def tolerance(expected: float, tokens: int, compute: torch.dtype) -> float:
@@ -242,7 +258,7 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
     settings: dict[str, Any] = {"dtype": held, "attn_implementation": "eager", "use_safetensors": True}
     settings["trust_remote_code"] = config.trust_remote_code
     if kind != "adapter":
-        return _widened(AutoModelForCausalLM.from_pretrained(folder, **settings), held, compute, folder)
+        return _widened(model_family(config).from_pretrained(folder, **settings), held, compute, folder)
     from peft import PeftModel  # takes long, and every rank imports this module
 
     if config.method == "qlora":
@@ -252,7 +268,11 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
         settings["config"] = load_model_config(config)
     elif (folder / BASE).is_dir():
         settings["config"] = AutoConfig.from_pretrained(folder, subfolder=BASE)
-    base = AutoModelForCausalLM.from_pretrained(model_path(config), revision=config.model_revision, **settings)
+    elif config.objective_spec.scalar_head:
+        settings["num_labels"] = 1
+    quiet = without_log(LOADER) if config.objective_spec.scalar_head else nullcontext()  # the adapter has the head
+    with quiet:
+        base = model_family(config).from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
     return PeftModel.from_pretrained(_widened(base, held, compute, folder), str(folder))
 
@@ -266,11 +286,15 @@ def _widened(model: Any, held: torch.dtype, compute: torch.dtype, folder: Path) 
 
 @torch.no_grad()
 def _stock_loss(model: Any, probes: Sequence[Probe], compute: torch.dtype) -> float:
-    """Mean loss per trained token, computed by the model's own forward pass."""
+    """Mean loss per trained token (or score), computed by the model's own forward pass."""
     model.eval()
-    total = 0.0
+    total, scores = 0.0, scalar_head(inner_model(model)) is not None
     with many_threads(), torch.autocast("cpu", compute, enabled=compute != torch.float32):
         for probe in probes:
-            logits = model(input_ids=probe.ids, use_cache=False).logits[0, probe.positions].float()
+            logits = model(input_ids=probe.ids, use_cache=False).logits
+            if scores:
+                total += logits.float().item()
+                continue
+            logits = logits[0, probe.positions].float()
             total += nn.functional.cross_entropy(logits, probe.labels, reduction="sum").item()
     return total / _trained_tokens(probes)

@@ -33,6 +33,7 @@ LABELS = {
     "nll_weight": "Weight of the supervised loss",
     "desirable_weight": "Weight of desirable examples",
     "undesirable_weight": "Weight of undesirable examples",
+    "center_rewards_coefficient": "Pull of the scores towards 0",
     # Data
     "dataset_name": "Training data",
     "dataset_config_name": "Subset of the Hub data",

@@ -45,6 +45,9 @@ class ObjectiveSpec:
         reports_in_training: Whether it reports the metrics at each step too, not only of the evaluation data.
         defaults: The options that only some objectives read, with their defaults for this one.
         loss_types: Values of `loss_type` that it takes, the first by default; empty if it has one loss.
+        scalar_head: Whether it trains a head with one output on the last token of each document, in place of the
+            probabilities of tokens.
+        margins: Whether its examples may have a margin, a number in the column `margin`.
         reference: Whether it compares with the log-probabilities of the initial model.
         teacher: Whether it compares with the distributions of another model, which the option `teacher` names.
         labelled: Whether each example has a label: desirable or not.
@@ -66,6 +69,8 @@ class ObjectiveSpec:
     reports_in_training: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     loss_types: tuple[str, ...] = ()
+    scalar_head: bool = False
+    margins: bool = False
     reference: bool = False
     teacher: bool = False
     labelled: bool = False
@@ -144,6 +149,12 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             defaults={"teacher": None, "jsd_beta": 0.5, "distill_temperature": 1.0, "nll_weight": 0.0},
             loss_types=("forward_kl", "reverse_kl", "jsd"), teacher=True,
             source="https://arxiv.org/abs/2306.13649",
+        ),
+        _preference(
+            "reward", "Reward", "Reward model",
+            "Learn from pairs to give the chosen answer a higher score than the rejected one.",
+            "https://arxiv.org/abs/2203.02155",
+            defaults={"center_rewards_coefficient": 0.0}, scalar_head=True, margins=True,
         ),
     )
 }  # fmt: skip

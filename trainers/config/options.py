@@ -33,7 +33,7 @@ FIXED_DATE = "2024-07-26"
 """Default date passed to chat templates: the one that Llama's templates fall back to."""
 COLUMN_ROLES = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
-    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected", "label",
+    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected", "label", "margin",
 )  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
@@ -139,6 +139,8 @@ class TrainConfig(BaseModel):
     """Weight of desirable examples in the loss of kto; balance it with their number."""
     undesirable_weight: float = _option("objective", 1.0, ge=0, le=1000)
     """Weight of undesirable examples in the loss of kto; balance it with their number."""
+    center_rewards_coefficient: float = _option("objective", 0.0, ge=0, le=1000)
+    """Weight of the squared sum of both scores of a pair in the loss of reward; centres scores at 0."""
 
     # Data
     dataset_name: str = _option("data", min_length=1)

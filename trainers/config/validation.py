@@ -148,6 +148,10 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "name the model to learn from: a Hub id, a folder, or a run that is done"),
         (spec.labelled and config.desirable_weight == config.undesirable_weight == 0,
          "desirable_weight", 0, "with undesirable_weight=0: nothing would be learned", "set one of them, such as 1"),
+        (spec.scalar_head and config.method == "qlora",
+         "method", "qlora", f"{objective}: its head is not kept out of quantization", "use lora"),
+        (spec.scalar_head and "score" in config.lora_target_modules,
+         "lora_target_modules", "score", f"{objective}, whose head is trained in full", "leave it out"),
         (spec.loss_of == "documents" and not config.assistant_only_loss,
          "assistant_only_loss", False, f"{objective}, which compares the answers alone", "leave it out"),
     ]  # fmt: skip

@@ -55,8 +55,9 @@ class MicroBatch:
         input_ids: `[batch, sequence]`.
         position_ids: `[batch, sequence]` position of each token within its document.
         documents: boundaries of the documents in packed rows; None without packing.
-        positions: `[labels]` flat index of each token that predicts a label.
-        labels: `[labels]` token ids to predict.
+        positions: `[labels]` flat index of each token that predicts a label; of the last token of each document, if the
+            objective scores those.
+        labels: `[labels]` token ids to predict; the last tokens themselves, if those are scored.
         real: `[batch, sequence]`, False for padding.
         tokens: number of real tokens in the full rows.
         slots: number of tokens in the full rows, padding included.
@@ -140,6 +141,7 @@ class Rows:
         objective: says how many documents make an example, and what the loss is divided by.
         desirable: `[documents]` bool, the label of each; None without labels.
         mismatched: rows of the mismatched documents, as many as `documents`, if the objective compares those.
+        margins: `[documents]` float32, the margin of the example of each; None without margins.
 
     `reference`, once set, holds the log-probability `[documents]` of each document under the initial model.
     """
@@ -148,13 +150,14 @@ class Rows:
         self, documents: Documents, max_length: int, packing: bool, fixed_length: bool = False,
         shard: SequenceShard = FULL_SEQUENCE, objective: ObjectiveSpec = OBJECTIVES["sft"],
         desirable: np.ndarray | None = None, mismatched: Rows | None = None,
+        margins: np.ndarray | None = None,
     ):  # fmt: skip
         self.documents = documents
         self.max_length = max_length
         self.packing = packing
         self.shard = shard
         self.objective = objective
-        self.desirable, self.mismatched = desirable, mismatched
+        self.desirable, self.mismatched, self.margins = desirable, mismatched, margins
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
         self._filler: int | None = None
@@ -244,9 +247,9 @@ class Rows:
         contents = self._contents(members)
         micro_batches = []
         for start, end in pairwise(np.cumsum([0, *map(len, groups)]).tolist()):
-            micro_batch, label_at = self._micro_batch(contents[start:end])
+            micro_batch, predicted_from = self._micro_batch(contents[start:end])
             if self.objective.loss_of == "documents":
-                scored = self._scored(members[start:end], contents[start:end], micro_batch, label_at, scales)
+                scored = self._scored(members[start:end], contents[start:end], micro_batch, predicted_from, scales)
                 micro_batch = replace(micro_batch, scored=scored)
             elif self.objective.teacher:
                 micro_batch = replace(micro_batch, taught=True)
@@ -266,7 +269,7 @@ class Rows:
         members: list[np.ndarray],
         content: list[_Row],
         micro_batch: MicroBatch,
-        label_at: np.ndarray,
+        predicted_from: np.ndarray,
         scales: Scales,
     ) -> ScoredDocuments:
         """The documents of a micro-batch, for objectives that compare them.
@@ -275,7 +278,7 @@ class Rows:
             members: numbers of the documents in each row of the micro-batch.
             content: its rows.
             micro_batch: its tensors.
-            label_at: `[labels]` flat index of each label in the full rows.
+            predicted_from: `[labels]` flat index in the full rows of the token that predicts each label, or is scored.
             scales: factors of the global batch.
         """
         import torch
@@ -284,11 +287,13 @@ class Rows:
         starts = [line * width + before for line, (_, _, lengths) in enumerate(content)
                   for before in np.cumsum([0, *lengths[:-1]]).tolist()]  # fmt: skip
         numbers = np.concatenate(members) if members else np.zeros(0, dtype=np.int32)
-        of_label = np.searchsorted(np.array(starts, dtype=np.int64), label_at, side="right") - 1
+        of_label = np.searchsorted(np.array(starts, dtype=np.int64), predicted_from, side="right") - 1
         reference = None if self.reference is None else torch.from_numpy(self.reference[numbers])
         tokens = torch.from_numpy(self.documents.trained[numbers].astype(np.float32))
         desirable = None if self.desirable is None else torch.from_numpy(self.desirable[numbers])
-        return ScoredDocuments(torch.from_numpy(of_label), tokens, reference, scales, numbers, desirable)
+        margins = None if self.margins is None else torch.from_numpy(self.margins[numbers])
+        labels = torch.from_numpy(of_label)
+        return ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, margins=margins)
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:
         """The contents of rows with the given documents."""
@@ -307,7 +312,7 @@ class Rows:
         return contents
 
     def _micro_batch(self, content: list[_Row]) -> tuple[MicroBatch, np.ndarray]:
-        """The tensors of rows, and the flat index of each label in the full rows."""
+        """The tensors of rows, and the flat index in the full rows of each token that predicts a label or is scored."""
         import torch
 
         filled = [len(tokens) for tokens, _, _ in content]
@@ -323,13 +328,16 @@ class Rows:
         real = np.arange(width) < np.array(filled or [0])[:, None]  # padding is at the end of each row
         documents = DocumentLayout.of(starts, len(ids)) if self.packing else None
         # Labels come from full rows; the inputs are cut to this rank's shard.
-        *arrays, trained_at = self._split(ids, position_ids, real, mask.nonzero()[0])
-        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, ids.reshape(-1)[trained_at]))
-        local_ids, local_position_ids, local_real, positions, labels = tensors
+        pooled = self.objective.scalar_head
+        chosen = _ends(content, width) if pooled else mask.nonzero()[0] - 1
+        *arrays, chosen = self._split(ids, position_ids, real, chosen)
+        labels = ids.reshape(-1)[chosen if pooled else chosen + 1]
+        tensors = (torch.from_numpy(np.ascontiguousarray(array)) for array in (*arrays, labels))
+        local_ids, local_position_ids, local_real, positions, local_labels = tensors
         micro_batch = MicroBatch(
-            local_ids, local_position_ids, documents, positions, labels, local_real, sum(filled), ids.size
+            local_ids, local_position_ids, documents, positions, local_labels, local_real, sum(filled), ids.size
         )
-        return micro_batch, trained_at
+        return micro_batch, chosen
 
     def _lay_out(self, content: list[_Row], width: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
         """Ids and mask `[batch, width]`, and where in the flattened batch each document starts, with the end.
@@ -361,25 +369,31 @@ class Rows:
         return self._filler
 
     def _split(
-        self, ids: np.ndarray, position_ids: np.ndarray, real: np.ndarray, trained: np.ndarray
+        self, ids: np.ndarray, position_ids: np.ndarray, real: np.ndarray, chosen: np.ndarray
     ) -> tuple[np.ndarray, ...]:
-        """This rank's shard of full rows: the arrays, flat indices that predict, and flat indices of their labels.
+        """This rank's shard of full rows: the arrays, and flat indices of its chosen tokens, in the shard and the rows.
 
         Args:
             ids, position_ids, real: `[batch, width]`.
-            trained: `[labels]` flat indices of the tokens to predict.
+            chosen: `[labels]` flat indices of the tokens that predict a label, or are scored.
         """
         if self.shard.count == 1:
-            return ids, position_ids, real, trained - 1, trained
+            return ids, position_ids, real, chosen, chosen
         # A label belongs to the rank that holds the preceding token, which predicts it, even if the label itself is in
         # the shard of another rank.
         width, columns = ids.shape[1], self.shard.columns(ids.shape[1])
         local_column = np.full(width, -1)
         local_column[columns] = np.arange(len(columns))
-        row, before = np.divmod(trained - 1, width)
-        local = local_column[before] >= 0
-        positions = (row * len(columns) + local_column[before])[local]
-        return ids[:, columns], position_ids[:, columns], real[:, columns], positions, trained[local]
+        row, column = np.divmod(chosen, width)
+        local = local_column[column] >= 0
+        positions = (row * len(columns) + local_column[column])[local]
+        return ids[:, columns], position_ids[:, columns], real[:, columns], positions, chosen[local]
+
+
+def _ends(content: list[_Row], width: int) -> np.ndarray:
+    """`[documents]` flat index of the last token of each document in rows of this width."""
+    ends = [line * width + np.cumsum(lengths) - 1 for line, (_, _, lengths) in enumerate(content)]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *ends])
 
 
 class TrainPlan:

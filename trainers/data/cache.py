@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trainers.data.report import Report
 from trainers.data.tokenise import ARRAYS, TokenizeTask
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 _BLOCK = 4 << 20  # bytes per checksum
 _CHECKED_BLOCKS = 256  # of each array; of a larger array, this many blocks are checked, evenly spaced
 _META = "meta.json"
@@ -34,6 +34,7 @@ class TokenSet:
         lengths: `[documents]` int64, tokens of each.
         trained: `[documents]` int64, trained tokens of each.
         desirable: `[documents]` bool, the label of each; True for data without labels.
+        margin: `[documents]` float32, the margin of the example of each; not a number without one.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
@@ -45,6 +46,7 @@ class TokenSet:
         self.lengths: npt.NDArray[np.int64] = arrays["lengths"]
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self.desirable: npt.NDArray[np.bool_] = arrays["desirable"]
+        self.margin: npt.NDArray[np.float32] = arrays["margin"]
         self._input_ids = arrays["input_ids"]
         self._mask = arrays["mask"]
         self._files = arrays["files"]
@@ -88,6 +90,11 @@ class TokenSet:
             offsets = starts[:-1] - starts[0]
             first[low : low + _DOCUMENTS] = trained[np.searchsorted(trained, offsets)] - offsets
         return first
+
+    def last_tokens(self) -> npt.NDArray[np.int32]:
+        """`[documents]` last token of each document."""
+        last: npt.NDArray[np.int32] = self._input_ids[self._starts[1:] - 1]
+        return last
 
     def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Token ids of several documents, concatenated, and the mask of trained tokens; copies."""

@@ -33,7 +33,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have besid
     "prompt_completion": OF_CHATS,
     "alpaca": ("input", "system", "history"),
     "text": (),
-    PREFERENCE: ("prompt", "messages", "conversations", *OF_CHATS),
+    PREFERENCE: ("prompt", "messages", "conversations", "margin", *OF_CHATS),
 }
 SHAREGPT_ROLES = {
     "human": "user",
@@ -65,6 +65,7 @@ class Document:
         completion: Text that is trained; plain text is a completion without a prompt.
         left_out: Indices of further assistant messages that are not trained.
         desirable: The label, of an example that has one.
+        margin: By how much the score of the chosen document of its pair is to exceed the other, if the pair says so.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
@@ -76,6 +77,7 @@ class Document:
     completion: str = ""
     left_out: frozenset[int] = frozenset()
     desirable: bool = True
+    margin: float | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)

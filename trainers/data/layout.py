@@ -87,6 +87,7 @@ class ScoredDocuments:
         scales: factors of the global batch.
         numbers: `[documents]` their numbers in the data set, in host memory.
         desirable: `[documents]` bool, the label of each; None without labels.
+        margins: `[documents]` fp32, the margin of the example of each; None without margins.
         kl: fp32 scalar, KL divergence from the initial model over the global batch; None without.
     """
 
@@ -97,10 +98,12 @@ class ScoredDocuments:
     numbers: np.ndarray
     desirable: torch.Tensor | None = None
     kl: torch.Tensor | None = None
+    margins: torch.Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
-        tensors = {name: getattr(self, name) for name in ("of_label", "tokens", "reference", "desirable", "kl")}
+        names = ("of_label", "tokens", "reference", "desirable", "kl", "margins")
+        tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
                  if tensor is not None}  # fmt: skip
         return replace(self, **moved)

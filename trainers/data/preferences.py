@@ -2,11 +2,13 @@
 
 Preferences come in the columns of TRL: `chosen` and `rejected`, each text, a message or messages, with their `prompt`
 in a column of its own or at their start. The conversation before them may also stand in `messages` or `conversations`.
-Single answers have a column `label`, true if they are desirable: TRL's `prompt` and `completion`, or a conversation.
+A reward model also takes the `margin` of each pair. Single answers have a column `label`, true if they are desirable:
+TRL's `prompt` and `completion`, or a conversation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -41,13 +43,19 @@ _BEFORE = ("prompt", "messages", "conversations")
 _SIDES = ("chosen", "rejected")
 _ANSWERED = ("completion", "messages", "conversations")
 _EMPTY: tuple[Any, ...] = (None, "", [])
+_LARGEST_MARGIN = 1e6
 _ALIKE = "chosen and rejected are the same"
 _Side = tuple[list[Message], list[bool]]
 """Messages, and whether each may be trained."""
 
 
 def example(
-    row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool, formats: Sequence[str]
+    row: Mapping[str, Any],
+    format_name: str,
+    columns: Mapping[str, str],
+    chat: bool,
+    formats: Sequence[str],
+    margins: bool = False,
 ) -> tuple[Document, ...]:
     """Converts a row to its documents: one, or a chosen and a rejected one.
 
@@ -57,6 +65,7 @@ def example(
         columns: `config.columns`.
         chat: Whether there is a chat template.
         formats: The formats of the objective, in the order in which they are tried.
+        margins: Whether the objective reads the margin of a pair.
 
     Raises:
         RowError: if the row does not fit the format.
@@ -65,7 +74,7 @@ def example(
     if name in SFT_FORMATS:
         return (canonical(row, name, columns, chat),)
     values, fields = values_by_role(row, name, columns)
-    documents = _pair(values, fields) if name == PREFERENCE else (_labelled(values, fields),)
+    documents = _pair(values, fields, margins) if name == PREFERENCE else (_labelled(values, fields),)
     refuse_too_large(documents)
     return documents
 
@@ -100,7 +109,23 @@ def _label(value: Any) -> bool:
     raise RowError("wrong label", f"label is {str(value)[:40]!r}, not true or false (or 1 or 0)")
 
 
-def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
+def _margin(value: Any) -> float | None:
+    """A margin as JSON and tables hold it, a number or its text."""
+    if value is None:
+        return None
+    try:
+        margin = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        margin = math.nan
+    if not abs(margin) <= _LARGEST_MARGIN:
+        raise RowError("wrong margin", f"margin is {str(value)[:40]!r}, not a number from -1e6 to 1e6")
+    return margin
+
+
+def _pair(values: dict[str, Any], fields: Fields, margins: bool) -> tuple[Document, ...]:
+    margin = _margin(values["margin"]) if margins else None
+    if not margins:
+        fields.add_unused({"margin": values["margin"]})
     for role in _SIDES:
         if values[role] is None:
             raise RowError("wrong type", f"{role} is null, not text or messages")
@@ -109,7 +134,7 @@ def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
     chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
-    return chosen, replace(rejected, desirable=False)
+    return replace(chosen, margin=margin), replace(rejected, desirable=False, margin=margin)
 
 
 def _parsed(value: Any) -> Any:

@@ -60,6 +60,7 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
     """
     token_set = tokenised(config, split)
     refuse_bad(token_set.report, config)
+    refuse_missing_margins(config, token_set)
     return token_set
 
 
@@ -96,7 +97,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
     """
     files = resolve(config, split) if files is None else files
     held_out = config.eval_share > 0
-    formats = config.objective_spec.formats
+    spec = config.objective_spec
     ingredients = {
         "version": FORMAT_VERSION,
         "data": identity(files),
@@ -106,7 +107,8 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "length": [config.max_length, config.overlong],
         "limit": _limit(config, split),
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
-        **({} if formats == SFT_FORMATS else {"formats": formats}),
+        **({} if spec.formats == SFT_FORMATS else {"formats": spec.formats}),
+        **({"margins": True} if spec.margins else {}),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
@@ -187,8 +189,9 @@ def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> O
     chat = encoder.options.chat_template is not None
     spec = config.objective_spec
     return Options(
-        config.sample_by, config.columns, config.max_length, config.overlong, chat, selection, spec.formats, spec.parts
-    )
+        config.sample_by, config.columns, config.max_length, config.overlong, chat, selection, spec.formats, spec.parts,
+        spec.margins,
+    )  # fmt: skip
 
 
 def _dataset(config: TrainConfig, split: Split) -> str:
@@ -325,6 +328,17 @@ def _refuse_nothing(report: Report, splits: bool) -> None:
             f"{report.dropped:,} dropped (longest {report.longest:,} tokens); {remedy}",
         ]
     )
+
+
+def refuse_missing_margins(config: TrainConfig, token_set: TokenSet) -> None:
+    """Raises `ConfigError` if only some examples have the margin that the objective reads."""
+    missing = np.isnan(token_set.margin)
+    if config.objective_spec.margins and missing.any() and not missing.all():
+        count, column = int(missing.sum()) // config.objective_spec.documents, config.columns.get("margin", "margin")
+        raise ConfigError(
+            f"{token_set.where(int(missing.argmax()))}: {column!r} is missing, and other rows have one ({count:,} "
+            f"of {len(token_set) // config.objective_spec.documents:,} lack it); give it to all rows, or leave it out"
+        )
 
 
 def refuse_bad(report: Report, config: TrainConfig) -> None:

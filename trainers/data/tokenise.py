@@ -28,6 +28,7 @@ DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
     "files": np.int32,
     "lines": np.int64,
     "desirable": np.bool_,
+    "margin": np.float32,
 }
 ARRAYS = {**TOKEN_ARRAYS, **DOCUMENT_ARRAYS}
 _BATCH = 256  # rows given to the tokenizer at once
@@ -78,6 +79,7 @@ class Options:
         selection: Which rows belong to the split.
         formats: Row formats that the objective takes.
         parts: Names of the documents of an example.
+        margins: Whether the objective reads the margin of a pair.
     """
 
     sample_by: str
@@ -88,6 +90,7 @@ class Options:
     selection: Selection
     formats: tuple[str, ...] = SFT_FORMATS
     parts: tuple[str, ...] = ("",)
+    margins: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,13 +193,13 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
 def example_of(row: dict[str, Any], format_name: str, options: Options) -> tuple[Document, ...] | BadRow:
     """The documents of a row, or what is wrong with it."""
     try:
-        return example(row, format_name, options.columns, options.chat, options.formats)
+        return example(row, format_name, options.columns, options.chat, options.formats, options.margins)
     except RowError as error:
         return error.bad
 
 
-_Piece = tuple[int, list[Encoded], bool]
-"""The line of a row, the documents of one example of it, and whether it is desirable."""
+_Piece = tuple[int, list[Encoded], bool, float | None]
+"""The line of a row, the documents of one example of it, whether it is desirable, and its margin if it has one."""
 
 
 def encode_rows(
@@ -224,8 +227,11 @@ def encode_rows(
         parts = len(options.parts)
         for documents in fit(usable, options.max_length, options.overlong, report):
             examples = range(0, len(documents), parts)  # two of a pair whose answers are labelled one by one
-            pieces += [(line, documents[start : start + parts], item[start].desirable) for start in examples]
-    report.documents += sum(len(piece) for _, piece, _ in pieces)
+            pieces += [
+                (line, documents[start : start + parts], item[start].desirable, item[start].margin)
+                for start in examples
+            ]
+    report.documents += sum(len(piece) for _, piece, *_ in pieces)
     return pieces
 
 
@@ -276,9 +282,10 @@ def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
 def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
     if not pieces:
         return {}
-    documents = [document for _, piece, _ in pieces for document in piece]
-    lines = [line for line, piece, _ in pieces for _ in piece]
-    desirable = [desirable for _, piece, desirable in pieces for _ in piece]
+    documents = [document for _, piece, *_ in pieces for document in piece]
+    lines = [line for line, piece, *_ in pieces for _ in piece]
+    desirable = [desirable for _, piece, desirable, _ in pieces for _ in piece]
+    margin = [np.nan if margin is None else margin for _, piece, _, margin in pieces for _ in piece]
     return {
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
@@ -287,4 +294,5 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
         "files": np.full(len(documents), number, dtype=np.int32),
         "lines": np.array(lines, dtype=np.int64),
         "desirable": np.array(desirable, dtype=np.bool_),
+        "margin": np.array(margin, dtype=np.float32),
     }

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.model.scalar_head import settle_head
 
 _OTHER_TASKS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
                 "ForRewardModel", "ForMaskedLM")  # fmt: skip
@@ -37,7 +38,7 @@ def own_code(config: TrainConfig, model_config: Any) -> bool:
 
 
 def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
-    """Raises ConfigError for a model that is not a causal language model, or whose head does not predict tokens."""
+    """Raises ConfigError for a model that is not a causal language model, or whose head is of another objective."""
     subject = f"model_name_or_path={config.model_name_or_path}"
     if own_code(config, model_config):
         return
@@ -47,8 +48,10 @@ def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
             "Llama or Qwen model"
         )
     for name in getattr(model_config, "architectures", None) or []:
-        if not config.random_init and name.endswith(_OTHER_TASKS):
+        scored = config.objective_spec.scalar_head and name.endswith("ForSequenceClassification")
+        if not config.random_init and name.endswith(_OTHER_TASKS) and not scored:
             raise ConfigError(f"{subject} is a {name}, which has no language-modeling head; use the model it came from")
+    settle_head(config, model_config)
 
 
 def check_layers(model_config: Any) -> None:

@@ -51,20 +51,25 @@ from trainers.model.reachability import (
     reach_of_loaded,
     refuse_unreached,
     text_parts,
+    without_log,
 )
 from trainers.model.rope_scaling import refuse_unscaled, scale_rope
 from trainers.model.rotary import choose_by_document
+from trainers.model.scalar_head import check_head, has_head, init_head, model_family
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
-from trainers.objectives.output_head import with_weights
+from trainers.objectives.output_head import scalar_head, with_weights
 from trainers.run.from_run import adapter_of
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
+
+LOADER = "transformers.modeling_utils"
+"""The logger of a table of missing weights, which would name a new head; `fit_lines` checks all others."""
 
 
 def model_path(config: TrainConfig) -> str:
@@ -180,23 +185,29 @@ def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None 
     refuse_unreached(config, model_config.model_type, reach.unreached)
     if config.method == "qlora":
         settings |= loading_options(compute_dtype(config))
+    family, head_stored = model_family(config), not config.random_init and has_head(model_config)
     if config.random_init:
         set_seed(config.seed)
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code, **settings)
+        model = family.from_config(model_config, trust_remote_code=config.trust_remote_code, **settings)
+        check_head(config, model)
     else:
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         as_stored = copy.copy(model_config)  # loading removes the quantization that it undoes
         try:
             # Safetensors only: other weight files are pickles, which run code when loaded.
-            with left.recording() if left else many_threads() if config.method == "qlora" else nullcontext():
-                model, report = AutoModelForCausalLM.from_pretrained(
+            quiet = nullcontext() if head_stored or family is AutoModelForCausalLM else without_log(LOADER)
+            with quiet, left.recording() if left else many_threads() if config.method == "qlora" else nullcontext():
+                model, report = family.from_pretrained(
                     model_path(config), config=model_config, use_safetensors=True, **where, **settings
                 )
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError, SafetensorError) as error:
             raise ConfigError(load_mistake(config, error)) from None
         refuse_quantised(config, as_stored, _dtypes(config))
-        for line in fit_lines(config, report):
+        check_head(config, model)  # its head may have weights of other names, which files lack
+        for line in fit_lines(config, report, model_config):
             _say(line)
+    for line in init_head(config, model, head_stored):
+        _say(line)
     if config.method == "qlora":
         finish(model)
     refuse_unscaled(config, model)
@@ -362,7 +373,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         target_modules=_without_routers(base) if everything else targets,
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if config.objective_spec.scalar_head else "CAUSAL_LM",  # the former trains its head in full
         revision=config.model_revision,
     )
     set_seed(config.seed)
@@ -375,6 +386,9 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     except ValueError as error:
         logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
         got = []
+    head: Any = scalar_head(base)
+    if head is not None:
+        head.original_module.to(base_dtype(config))  # frozen and unused; peft made the trained copy from it
     missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
     if missing or not got:
         raise ConfigError.about(

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.config_checks import own_code
 from trainers.model.probe import own_attention
+from trainers.model.scalar_head import model_family
 from trainers.model.weight_names import first_names
+from trainers.objectives.output_head import scalar_head
 
 OPTION = "ddp_find_unused_parameters"
 _SHORT, _LONG = 12, 512
@@ -58,16 +59,17 @@ def reach_of(config: TrainConfig, model_config: Any) -> Reach:
         return Reach(varies=True)
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     length = min(config.max_length, positions if isinstance(positions, int) else _LONG, _LONG)
-    key = type(model_config).__name__, model_config.to_json_string(use_diff=False), length
+    family = model_family(config)
+    key = f"{family.__name__} {type(model_config).__name__}", model_config.to_json_string(use_diff=False), length
     if key not in _KNOWN:
-        _KNOWN[key] = _reach_of_empty(model_config, length)
+        _KNOWN[key] = _reach_of_empty(family, model_config, length)
     return _KNOWN[key]
 
 
-def _reach_of_empty(model_config: Any, longest: int) -> Reach:
+def _reach_of_empty(family: Any, model_config: Any, longest: int) -> Reach:
     try:
         with torch.device("cpu"), without_log("torch._subclasses.fake_tensor"):
-            model = _empty(copy.deepcopy(model_config))
+            model = _empty(family, copy.deepcopy(model_config))
             with FakeTensorMode():
                 as_fakes(model)
                 unreached = _unreached(model, _SHORT)
@@ -113,10 +115,10 @@ def expert_list(name: str) -> str | None:
     return f"{before}.experts" if after.partition(".")[0].isdecimal() else None
 
 
-def _empty(model_config: Any) -> Any:
+def _empty(family: Any, model_config: Any) -> Any:
     # Their dtype in bf16: torch's grouped matrix product takes no other without a GPU's memory.
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.bfloat16, attn_implementation=None)
+        model = family.from_config(model_config, dtype=torch.bfloat16, attn_implementation=None)
     return model.eval()
 
 
@@ -159,7 +161,8 @@ def text_parts(base: Any) -> list[nn.Module]:
     """The modules that process text: all of a language model, or those of a multimodal one without its vision tower."""
     if base.config.get_text_config() is base.config:
         return [base]
-    return [part for part in (base.get_decoder(), base.get_output_embeddings()) if part is not None]
+    heads = base.get_output_embeddings(), scalar_head(base)
+    return [part for part in (base.get_decoder(), *heads) if part is not None]
 
 
 def silent_weights(base: nn.Module) -> list[nn.Parameter]:

@@ -7,22 +7,31 @@ from typing import Any
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.model.scalar_head import HEAD_WEIGHT, has_head
 
 Shapes = Mapping[str, Sequence[int]]
 """Tensor shapes by name."""
+_OUTPUT_HEADS = ("lm_head.", "embed_out.", "output.")
+"""Names that families give to the output head of a causal language model."""
 
 
-def fit_lines(config: TrainConfig, report: dict[str, Any]) -> list[str]:
+def fit_lines(config: TrainConfig, report: dict[str, Any], model_config: Any) -> list[str]:
     """Checks that the files contain every weight of the model; returns a log line about unused ones, if any.
+
+    The head of a reward model may be missing, and its files may have the output head of a causal language model.
 
     Args:
         config: the run's config.
         report: transformers' loading info, which never lists tied weights or those that a family does not save.
+        model_config: the transformers config of the model.
 
     Raises:
         ConfigError: naming weights that are missing or have another shape, and would be initialised randomly.
     """
     missing, unexpected = (sorted(report[kind]) for kind in ("missing_keys", "unexpected_keys"))
+    if config.objective_spec.scalar_head and not has_head(model_config):
+        missing = [name for name in missing if name != HEAD_WEIGHT]
+        unexpected = [name for name in unexpected if not name.startswith(_OUTPUT_HEADS)]
     mistakes = []
     if missing:
         only = f"; they have {first_names(unexpected)}, which the model does not use" if unexpected else ""

@@ -20,6 +20,7 @@ from trainers.model.load import base_dtype, compute_dtype
 from trainers.model.quantization import four_bit_layers, whole_layers
 from trainers.model.reachability import reach_noted, silent_weights
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.output_head import scalar_head
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.run.errors import TrainingError
@@ -47,8 +48,10 @@ class DtypeProbe:
         self.linear: set[str] = set()
         self.norms: set[str] = set()
         self._hooks: list[Any] = []
+        head = scalar_head(loss.base)  # always in fp32: it computes a score per document
+        spared = set() if head is None else set(head.modules())
         for module in loss.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module not in spared:
                 self._hooks.append(module.register_forward_hook(self._note(self.linear)))
             elif "Norm" in type(module).__name__:
                 self._hooks.append(module.register_forward_hook(self._note(self.norms)))

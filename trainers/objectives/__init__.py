@@ -1,1 +1,1 @@
-"""Training losses: supervised fine-tuning and load balancing of experts."""
+"""Training losses: supervised fine-tuning, preferences, and load balancing of experts."""

@@ -20,7 +20,7 @@ from trainers.objectives.distillation import Head, attach
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss
-from trainers.objectives.output_head import HeadRule, find_head_rule
+from trainers.objectives.output_head import HeadRule, find_head_rule, scalar_head
 from trainers.objectives.sft import linear_cross_entropy
 
 
@@ -33,7 +33,7 @@ class LossModule(nn.Module):
     """The model and its loss as one module, which the strategy wraps.
 
     Args:
-        model: a transformers or peft causal language model, which provides all parameters.
+        model: a transformers or peft causal language model, or one with a scalar head, which provides all parameters.
         compute: dtype of matrix products. For every strategy it is applied only here, by autocast: parameters, norms,
             softmax, logits, loss and gradient reduction stay fp32.
         offloads: keep the activations saved for the backward pass in CPU memory.
@@ -58,8 +58,9 @@ class LossModule(nn.Module):
         self.sum_over_shards: Callable[[torch.Tensor], torch.Tensor] | None = None  # the same
         self.counts_documents = True  # False if another rank with a shard of the same rows counts their loss
         self.stored: dict[str, Any] = {}  # where weights on the meta device are: see trainers/model/stored.py
-        rule = find_head_rule(self.base)
-        self.chunked = rule is not None
+        self.scores_ends = scalar_head(self.base) is not None  # see `ObjectiveSpec.scalar_head`
+        rule = None if self.scores_ends else find_head_rule(self.base)
+        self.chunked = rule is not None or self.scores_ends
         self.rule = rule or HeadRule()
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
         self.needs_positions = any(getattr(module, "needs_positions", False) for module in self.base.modules())
@@ -108,6 +109,9 @@ class LossModule(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
 
+        A model with a scalar head has a score for each of `positions` in place of the log-probability of its label.
+        Without `scored`, their sum takes the place of the loss.
+
         Args:
             input_ids: `[batch, sequence]`.
             position_ids: `[batch, sequence]`, restarting at each document.
@@ -146,6 +150,10 @@ class LossModule(nn.Module):
                     return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score)
                 output = self.output(inputs)
             picked = self.picked(output, positions)
+        if self.scores_ends:
+            with torch.autocast(input_ids.device.type, enabled=False):
+                loss, metrics = _summed(self._end_scores(picked), labels, score)
+            return _with_balance(loss, output, real_tokens, expert_weights), metrics
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
             if taught:
@@ -187,7 +195,7 @@ class LossModule(nn.Module):
         """`[positions, hidden size]` input of the head in the compute dtype, or the logits, if it was applied."""
         states: torch.Tensor = output.last_hidden_state if self.chunked else output.logits
         picked = states.flatten(0, 1).index_select(0, positions)
-        return picked.to(self.compute) if self.chunked else picked
+        return picked.to(self.compute) if self.chunked and not self.scores_ends else picked
 
     def head(self, picked: torch.Tensor) -> Head:
         """The output head, with what `picked` returned."""
@@ -227,6 +235,23 @@ class LossModule(nn.Module):
             return loss, metrics
         return loss - loss.detach(), torch.zeros_like(metrics)
 
+    def _end_scores(self, picked: torch.Tensor) -> torch.Tensor:
+        """`[labels]` fp32 score of hidden states `[labels, hidden size]`, computed in the dtype of the head."""
+        head = scalar_head(self.base)
+        weight = list(head.parameters())[-1]  # peft's trained copy comes after the frozen one
+        scores: torch.Tensor = head(picked.to(weight.dtype))[:, 0]
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
+
+    def _own_end_scores(self, inputs: dict[str, Any], positions: torch.Tensor) -> torch.Tensor:
+        """The same by the model's own forward pass, which scores every token before it picks the last of each row."""
+        seen = list[torch.Tensor]()
+        handle = scalar_head(self.base).register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            self.model(**inputs)
+        finally:
+            handle.remove()
+        return seen[0].flatten(0, 1).index_select(0, positions)[:, 0].float()
+
     def _resting(self, device: torch.device) -> AbstractContextManager[Any]:
         """Context manager that keeps saved activations in CPU memory if `offloads` is set."""
         pinned = device.type == "cuda"
@@ -241,6 +266,8 @@ class LossModule(nn.Module):
         expert_weights: torch.Tensor | None = None,
         score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scores_ends:
+            return _summed(self._own_end_scores(inputs, positions), labels, score)
         with self._resting(positions.device):
             output = self.model(**inputs)
         picked = output.logits.flatten(0, 1).index_select(0, positions).float()
@@ -250,6 +277,15 @@ class LossModule(nn.Module):
             metrics = (picked.detach().argmax(-1) == labels).sum()
             loss = functional.cross_entropy(picked, labels, reduction="sum")
         return _with_balance(loss, output, real, expert_weights), metrics
+
+
+def _summed(
+    scores: torch.Tensor,
+    labels: torch.Tensor,
+    score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and metrics of the objective from the scores of tokens `[labels]`, or the sum of these and no metrics."""
+    return (scores.sum(), labels.new_zeros(())) if score is None else score(scores)
 
 
 def _with_balance(

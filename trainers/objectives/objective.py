@@ -15,11 +15,15 @@ from trainers.objectives.cpo import Cpo
 from trainers.objectives.dpo import Dpo
 from trainers.objectives.kto import Kto
 from trainers.objectives.orpo import Orpo
+from trainers.objectives.reward import Reward
 from trainers.objectives.simpo import Simpo
 
 DocumentLoss = Callable[[torch.Tensor, ScoredDocuments], tuple[torch.Tensor, torch.Tensor]]
-"""Summed loss (a scalar) and summed metrics `[metrics]` of the log-probabilities `[documents]` of a micro-batch."""
-_LOSSES: dict[str, Callable[..., DocumentLoss]] = {"dpo": Dpo, "simpo": Simpo, "cpo": Cpo, "orpo": Orpo, "kto": Kto}
+"""Summed loss (a scalar) and summed metrics `[metrics]` of the log-probabilities or scores `[documents]` of a
+micro-batch."""
+_LOSSES: dict[str, Callable[..., DocumentLoss]] = {
+    "dpo": Dpo, "simpo": Simpo, "cpo": Cpo, "orpo": Orpo, "kto": Kto, "reward": Reward,
+}  # fmt: skip
 
 
 def document_loss(config: TrainConfig) -> DocumentLoss | None:

@@ -23,6 +23,10 @@ _TOLERANCE = 1e-5
 """Maximum difference of logits, relative to the largest: a model may cast, or scale in another order."""
 
 
+SCALAR_HEAD = "score"
+"""Name of the head of sequence-classification models."""
+
+
 class HeadRule(NamedTuple):
     """Logits are `cap * tanh(scale * head(hidden) / cap)`, or `scale * head(hidden)` without a cap.
 
@@ -38,6 +42,11 @@ class HeadRule(NamedTuple):
         """Applies the rule to the head's output."""
         logits = logits * self.scale
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+def scalar_head(model: Any) -> Any:
+    """The layer of a transformers sequence-classification model that scores hidden states; None for other models."""
+    return getattr(model, SCALAR_HEAD, None) if "ForSequenceClassification" in type(model).__name__ else None
 
 
 class _DecoderOutput(BaseModelOutput):

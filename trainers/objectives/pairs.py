@@ -61,9 +61,13 @@ class PairLoss(ABC):
         if weight := self.options["nll_weight"]:
             loss = loss - pairs.chosen.sum() * (weight * documents.scales.nll)
         with torch.no_grad():
-            chosen, rejected = self.rewards(pairs)
-            metrics = [(chosen > rejected).to(chosen.dtype), chosen - rejected, chosen, rejected]
-            return loss, torch.stack([metric.sum() for metric in metrics])
+            return loss, reward_metrics(*self.rewards(pairs))
+
+
+def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    """`[metrics]` in the order of `ObjectiveSpec.metrics`, summed over pairs with these rewards `[pairs]`."""
+    metrics = [(chosen > rejected).to(chosen.dtype), chosen - rejected, chosen, rejected]
+    return torch.stack([metric.sum() for metric in metrics])
 
 
 def smoothed(logits: torch.Tensor, smoothing: float) -> torch.Tensor:

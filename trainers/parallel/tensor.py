@@ -291,8 +291,12 @@ class _Splitter:
     def vocabulary(self, embedding: Any, head: Any) -> TensorSlice:
         """Splits embedding and head by vocabulary, into ranges that may differ in size by one; tied weights stay tied.
 
+        Args:
+            embedding: the embedding.
+            head: the output head; None for a model with a scalar head, which every rank holds.
+
         Returns:
-            This rank's slice of the head.
+            This rank's slice of the head, or else of the embedding.
         """
         kind: Any = type(embedding)
         if not issubclass(kind, nn.Embedding):
@@ -302,17 +306,19 @@ class _Splitter:
             )
         tp, vocab_size = self.tp, embedding.weight.shape[0]
         part = slice(vocab_size * tp.rank // tp.size, vocab_size * (tp.rank + 1) // tp.size)
-        if head.weight.shape[0] != vocab_size:
+        if head is not None and head.weight.shape[0] != vocab_size:
             raise self.refusal(f"has {vocab_size} tokens in its embedding and {head.weight.shape[0]} in its head")
-        tied = head.weight is embedding.weight
-        for weight in (embedding.weight, None if tied else head.weight, head.bias):
-            self.keep(weight, 0, part)
+        self.keep(embedding.weight, 0, part)
+        if head is not None:
+            self.keep(None if head.weight is embedding.weight else head.weight, 0, part)
+            self.keep(head.bias, 0, part)
+            head.__class__ = ShardedHead
         padding = embedding.padding_idx
         inside = padding is not None and part.start <= padding < part.stop
         embedding.padding_idx = padding - part.start if inside else None  # it gets no gradient
         embedding.__class__ = _mixed(_VocabularyParallel, kind)
-        embedding.tp, embedding.start, head.__class__ = tp, part.start, ShardedHead
-        return self.slices[id(head.weight)]
+        embedding.tp, embedding.start = tp, part.start
+        return self.slices[id((head or embedding).weight)]
 
     def keep(self, weight: nn.Parameter | None, dim: int, part: slice) -> None:
         """Narrows a weight in place to a part of one dimension, so that references to the parameter stay valid."""

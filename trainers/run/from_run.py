@@ -21,6 +21,8 @@ from pydantic import ValidationError
 
 from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError, Mistake, errors_about
+from trainers.config.objective_file import file_spec
+from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
 from trainers.embedded import BASE_DIR
@@ -36,6 +38,8 @@ _ADAPTER = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
 """Options that a saved adapter determines."""
 _BASE = ("num_hidden_layers", "rope_scaling", "rope_factor", "rope_original_max_positions")
 """Options that change a base model; the files of full weights include what they did."""
+_SCORED = "SEQ_CLS"
+"""The `task_type` of a reward model's adapter, which contains its head."""
 _UNDERSTOOD = frozenset({
     "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
     "peft_type", "task_type", "peft_version", "inference_mode", "init_lora_weights", "exclude_modules",
@@ -108,7 +112,7 @@ def start_options(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[
     source = find_source(str(name), Path(os.path.expanduser(str(values.get("runs_dir") or "runs"))))
     method = values.get("method") or source.config.get("method") or "lora"
     if source.is_adapter:
-        fixed, free = _adapter_options(source, str(method))
+        fixed, free = _adapter_options(source, str(method), str(values.get("objective") or "sft"))
     else:
         _refuse_incomplete(source)
         fixed = {"model_name_or_path": str(source.folder), "model_revision": None, "random_init": False}
@@ -233,7 +237,7 @@ def _refuse_incomplete(source: Source) -> None:
         raise ConfigError.about("from_run", source.folder, problem, "export the run again") from None
 
 
-def _adapter_options(source: Source, method: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options that an adapter determines, and those that it suggests.
 
     Raises:
@@ -242,6 +246,7 @@ def _adapter_options(source: Source, method: str) -> tuple[dict[str, Any], dict[
     saved = _read_adapter(source)
     trained, base = source.config, saved.get("base_model_name_or_path")
     kind = trained.get("method")
+    _refuse_other_head(source, saved, objective)
     if kind in ("lora", "qlora") and method != kind:
         if kind == "qlora":
             raise ConfigError(_unmergeable(source, f"it was trained on a base in 4 bits, and method={method}"))
@@ -263,6 +268,17 @@ def _adapter_options(source: Source, method: str) -> tuple[dict[str, Any], dict[
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 
 
+def _refuse_other_head(source: Source, saved: Mapping[str, Any], objective: str) -> None:
+    """Raises ConfigError if an adapter is that of a reward model and the objective trains none, or the reverse."""
+    is_scored = saved.get("task_type") == _SCORED
+    spec = OBJECTIVES[objective] if objective in OBJECTIVES else file_spec(objective)
+    if is_scored and not spec.scalar_head:
+        problem = f"holds the adapter of a reward model, which has no language-modeling head for objective={objective}"
+        raise ConfigError.about("from_run", source.folder, problem, "start from the model that it was trained from")
+    if spec.scalar_head and not is_scored:
+        raise ConfigError(_unmergeable(source, f"objective={objective} trains a head that it lacks"))
+
+
 def _read_adapter(source: Source) -> dict[str, Any]:
     """The config of a LoRA adapter, whose weights are there too."""
     try:
@@ -276,12 +292,20 @@ def _read_adapter(source: Source) -> dict[str, Any]:
     kind = saved.get("peft_type") if isinstance(saved, dict) else None
     if kind != "LORA":
         raise ConfigError.about("from_run", source.folder, f"is a peft adapter of type {kind!r}", "use one of LORA")
-    other = [f"{key}={value}" for key, value in saved.items() if key not in _UNDERSTOOD and value and value != "none"]
+    head = ("modules_to_save",) if saved.get("task_type") == _SCORED and _saves_head(saved) else ()
+    understood = {*_UNDERSTOOD, *head}
+    other = [f"{key}={value}" for key, value in saved.items() if key not in understood and value and value != "none"]
     if other:
         raise ConfigError(_unmergeable(source, f"its {ADAPTER_CONFIG} has {', '.join(other)}, which is not supported"))
     if not isinstance(saved.get("target_modules"), list):
         raise ConfigError(_unmergeable(source, f"the target_modules in its {ADAPTER_CONFIG} are not a list of names"))
     return saved
+
+
+def _saves_head(saved: Mapping[str, Any]) -> bool:
+    """Whether the adapter's modules that are saved whole are those that peft adds for a scalar head."""
+    modules = saved.get("modules_to_save")
+    return isinstance(modules, list) and set(modules) <= {"classifier", "score"}
 
 
 def _unmergeable(source: Source, reason: str) -> Mistake:

@@ -143,6 +143,11 @@ def _config(request: dict[str, Any]) -> TrainConfig:
     """The run's config, or one for a base model alone; model code runs only if both config and request allow it."""
     if request.get("run_dir"):
         config = Request(config=str(RunFolder(request["run_dir"]).config)).resolve()
+        if config.objective_spec.scalar_head:
+            raise ConfigError(
+                "this run trained a reward model, which gives text a score and writes none; its export's README.md "
+                "says how to load it"
+            )
         remote_code = config.trust_remote_code and bool(request.get("remote_code"))
         weights = _weights(RunFolder(request["run_dir"]), str(request["weights"]))
         if config.from_run and (weights / "tokenizer.json").is_file():  # the run that it started from may be deleted

@@ -129,7 +129,7 @@ class Preview:
         options, report = self.options, Report()
         raw = item if isinstance(item, BadRow) else example_of(item, self._format(shard.file), options)
         pieces = encode_rows([(line, raw)], shard.file.display_name, self.encoder, options, report)
-        documents = [self.segments(part.input_ids, part.mask) for _, piece, _ in pieces for part in piece]
+        documents = [self.segments(part.input_ids, part.mask) for _, piece, *_ in pieces for part in piece]
         return {
             "number": number,
             "where": f"{shard.file.display_name}:{line}",

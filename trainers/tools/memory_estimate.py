@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -39,6 +39,7 @@ from trainers.model.attention import KERNELS
 from trainers.model.experts import chosen_count, expert_share
 from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
 from trainers.model.reachability import as_fakes, silent_weights
+from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.loss_module import LossModule
@@ -215,7 +216,7 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
     plain = config.attn_implementation == "eager" or (capped and config.attn_implementation == "auto")
     kernel = KERNELS["eager"] if plain else _KERNEL
     with torch.device("meta"):
-        base = AutoModelForCausalLM.from_config(
+        base = model_family(config).from_config(
             model_config,
             dtype=base_dtype(config),
             attn_implementation=kernel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils import logging
 
 from trainers.checkpoint.weights import saved_tensors
@@ -28,6 +28,7 @@ from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
 from trainers.model.rope_scaling import refuse_unscaled, scaled_positions
+from trainers.model.scalar_head import check_head, model_family
 from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel.experts import planned
@@ -91,14 +92,14 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     if headers is None:
         return {"lines": [], **facts}
     try:
-        report = _loading_report(model_config, headers)
+        report = _loading_report(config, model_config, headers)
     except Exception as error:
         if getattr(model_config, "quantization_config", None) is None:
             raise ConfigError(load_mistake(config, error)) from None
         problem = f": transformers cannot dequantize its weights ({in_one_line(error)})"
         remedy = "use an unquantized copy of the model"
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, problem, remedy) from None
-    return {"lines": fit_lines(config, report), **facts}
+    return {"lines": fit_lines(config, report, model_config), **facts}
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:
@@ -179,7 +180,7 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
     """
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=base_dtype(config))
+            model = model_family(config).from_config(model_config, dtype=base_dtype(config))
     except ImportError as error:
         raise ConfigError.about(
             "model_name_or_path", config.model_name_or_path, f"needs a package that is missing: {in_one_line(error)}"
@@ -191,11 +192,12 @@ def check_empty(config: TrainConfig, model_config: Any) -> Any:
             f": its config.json describes no model that can be built ({in_one_line(error)})",
             "correct it, or download the model again",
         ) from None
+    check_head(config, model)
     refuse_unscaled(config, model)
     return model
 
 
-def _loading_report(model_config: Any, headers: Headers) -> dict[str, Any]:
+def _loading_report(config: TrainConfig, model_config: Any, headers: Headers) -> dict[str, Any]:
     """Returns transformers' loading report for meta tensors with the names and shapes in the files.
 
     Loading them takes into account everything that transformers renames, fuses or splits.
@@ -204,7 +206,7 @@ def _loading_report(model_config: Any, headers: Headers) -> dict[str, Any]:
         name: torch.empty(shape, dtype=_DTYPES.get(dtype, torch.float32), device="meta")
         for name, (dtype, shape) in headers.items()
     }
-    family: Any = AutoModelForCausalLM._model_mapping[type(model_config)]
+    family: Any = model_family(config)._model_mapping[type(model_config)]
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from trainers.config.mistakes import ConfigError, Mistake, errors_about
+from trainers.config.objectives import ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
+from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.data.vocabulary import refuse_other_vocabulary
@@ -88,6 +90,7 @@ def check(
     evaluation = prepare(config, "eval") if config.has_evaluation() else None
     scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
+    check_last_tokens(config, [train, evaluation])
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
@@ -124,7 +127,14 @@ def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = F
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
     spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
-    return Rows(documents, *layout, documents.desirable if spec.labelled else None, mismatched)
+    return Rows(
+        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _margins(spec, documents)
+    )
+
+
+def _margins(spec: ObjectiveSpec, documents: TokenSet) -> np.ndarray | None:
+    """The margins of the data, if the objective reads them and there are any."""
+    return documents.margin if spec.margins and not np.isnan(documents.margin).all() else None
 
 
 def describe_plan(plan: TrainPlan) -> str:
@@ -251,6 +261,7 @@ def _inspected(config: TrainConfig, local: Path | None, headers: Headers | None,
     cache_file = None
     if local is not None:
         options = [getattr(config, name) for name in _MODEL_OPTIONS]
+        options += [config.objective_spec.scalar_head]
         options += [strategy.dump()] if strategy.splits_model or strategy.sizes.sequence_shards > 1 else []
         model_config, tokenizer = (local / "config.json").read_text(encoding="utf-8"), tokenizer_hash(local, config)
         key = hashlib.sha256(json.dumps([versions(), model_config, headers, tokenizer, options]).encode()).hexdigest()

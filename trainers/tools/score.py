@@ -1,14 +1,16 @@
 """Loss and exact match of models on the embedded chat data, or their accuracy on the embedded preferences.
 
-`python -m trainers.tools.score --model DIR [--model DIR2 ...] [--preferences]` prints one JSON document, a list with
-one entry per model. A DIR is a full model or a peft adapter.
+`python -m trainers.tools.score --model DIR [--model DIR2 ...] [--preferences | --reward]` prints one JSON document, a
+list with one entry per model. A DIR is a full model or a peft adapter.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainers.checkpoint.export_check import BASE
+from trainers.config.validation import build
 from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR
+from trainers.model.load import load_base
+from trainers.model.probe import default_attention
 
 Row = dict[str, Any]
 MAX_NEW_TOKENS = 96  # the longest expected answer has 63
@@ -188,6 +193,68 @@ def score_model(
     return {"model": str(path)} | score(model, tokenizer, split, limit, samples, preferences)
 
 
+def load_reward_model(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
+    """Loads a reward model in fp32 with its tokenizer; a language model gets the head that a run would begin with.
+
+    Args:
+        path: a full model folder, or an adapter folder as `tunesmith` exports it.
+
+    Raises:
+        OSError: if a file cannot be read.
+        ValueError: if the model cannot have a scalar head, or the adapter does not fit its base.
+    """
+    base, adapter = str(path), None
+    if (path / "adapter_config.json").exists():
+        from trainers.model.adapter import Adapter
+
+        adapter = Adapter.read(path)
+        base = str(adapter.settings.base_model_name_or_path)
+    settings = {"model_name_or_path": base, "dataset_name": "none", "objective": "reward", "packing": False}
+    model: Any = load_base(build(settings | {"method": "full" if adapter is None else "lora"}))
+    model.set_attn_implementation(default_attention(model))
+    model = model if adapter is None else adapter.attach(model)
+    tokenizer = AutoTokenizer.from_pretrained(path if (path / "tokenizer.json").exists() else base)
+    return model.eval(), tokenizer
+
+
+@torch.inference_mode()
+def _reward_scores(
+    model: Any, tokenizer: PreTrainedTokenizerBase, chats: list[list[dict[str, str]]], batch_size: int = 50
+) -> torch.Tensor:
+    """`[chats]` score of each."""
+    scores = []
+    for start in range(0, len(chats), batch_size):
+        rows = [_encode(tokenizer, chat)["input_ids"] for chat in chats[start : start + batch_size]]
+        seen = _padded([[1] * len(row) for row in rows], 0)
+        scores.append(model(input_ids=_padded(rows, tokenizer.pad_token_id), attention_mask=seen).logits[:, 0])
+    return torch.cat(scores)
+
+
+def score_reward_model(path: str | Path, split: str = "test") -> dict[str, Any]:
+    """Loads a reward model and scores the preferences of a split.
+
+    Returns:
+        `model`, `eval_loss` (mean over the eval split's pairs, without margins), `reward_accuracy` (share of the
+        split's pairs whose chosen answer has the higher score), `seconds` (without loading) and no `samples`.
+    """
+    model, tokenizer = load_reward_model(Path(path))
+    started, differences = time.monotonic(), dict[str, torch.Tensor]()
+    for name in dict.fromkeys(("eval", split)):
+        rows = load_rows(name, folder=PREFERENCES_DIR)
+        chosen, rejected = (
+            _reward_scores(model, tokenizer, [row["prompt"] + row[side] for row in rows])
+            for side in ("chosen", "rejected")
+        )
+        differences[name] = chosen - rejected
+    return {
+        "model": str(path),
+        "eval_loss": -functional.logsigmoid(differences["eval"]).mean().item(),
+        "reward_accuracy": (differences[split] > 0).float().mean().item(),
+        "seconds": round(time.monotonic() - started, 2),
+        "samples": [],
+    }
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Score models on the embedded chat data; prints JSON.")
@@ -196,11 +263,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int)
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--preferences", action="store_true", help="also score the embedded preferences")
+    parser.add_argument("--reward", action="store_true", help="score the embedded preferences by reward models")
     arguments = parser.parse_args()
     paths = arguments.model or [str(BASE_DIR)]
     options = (arguments.split, arguments.limit, arguments.samples, arguments.preferences)
     try:
-        scores = [score_model(path, *options) for path in paths]
+        if arguments.reward:
+            with redirect_stdout(sys.stderr):  # loading says which head a model has
+                scores = [score_reward_model(path, arguments.split) for path in paths]
+        else:
+            scores = [score_model(path, *options) for path in paths]
     except (OSError, ValueError) as error:
         parser.error(str(error))
     print(json.dumps(scores, indent=1))

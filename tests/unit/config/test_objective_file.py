@@ -67,7 +67,7 @@ def test_its_data_options_and_metrics_are_those_of_the_objective_it_is_like(marg
         ("class Margin: spec = dict(like='dpo')", "is no literal; it is read without running the file"),
         ("class Margin: spec = 'dpo'", "is not a dict of texts"),
         ("class Margin: spec = {'like': 3}", "is not a dict of texts"),
-        ("class Margin: spec = {'like': 'sft'}", "like='sft'; use one of dpo, simpo, cpo, orpo, kto"),
+        ("class Margin: spec = {'like': 'sft'}", "like='sft'; use one of dpo, simpo, cpo, orpo, kto, reward"),
         ("class Margin: spec = {}", "like=None"),
         ("class Margin: spec = {'like': 'dpo', 'metrics': 'x'}", "'metrics', which is no key of it"),
         ("class Margin: spec = {'like': 'dpo', 'summary': 'a\\nb'}", "summary is not one line of text"),
@@ -101,7 +101,11 @@ def test_what_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "problem"),
     [
-        ("dop", "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', 'distill', or path.py:Name"),
+        (
+            "dop",
+            "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', 'distill', 'reward', "
+            "or path.py:Name",
+        ),
         ("nowhere/margin.py:Margin", "cannot be read: No such file or directory; check the path"),
         ("margin.py", "is not a valid value"),
         ("margin.py:1", "is not a valid value"),

@@ -136,7 +136,7 @@ def adapted(model: Any, config: TrainConfig) -> int:
 def test_each_model_comes_in_each_method() -> None:
     assert len(PUBLISHED) == 39
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
-    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto"}
+    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto", "tiny-reward"}
     models = [model_of(name) for name in NAMES]
     assert models == sorted(models)
 
@@ -247,7 +247,10 @@ def test_the_method_that_is_asked_for_is_taken(name: str, method: str | None, fo
             "qwen3-8b-loar",
             "preset=qwen3-8b-loar is unknown: qwen3-8b has no method 'loar'; there are full, lora and qlora",
         ),
-        ("tiny-qlora", "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora, dpo and kto"),
+        (
+            "tiny-qlora",
+            "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora, dpo, kto and reward",
+        ),
         ("qwen-8b-lora", "preset=qwen-8b-lora is unknown; did you mean qwen3-8b-lora?"),
         ("llama-8b", "preset=llama-8b is unknown; did you mean llama-3.1-8b?"),
         ("../tiny-lora", "preset=../tiny-lora is unknown; did you mean tiny-lora?"),

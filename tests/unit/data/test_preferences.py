@@ -13,6 +13,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data.formats import Document, RowError
+from trainers.data.layout import SequenceShard
 from trainers.data.preferences import example
 from trainers.data.prepare import TokenSet, load_tokenizer, prepare
 from trainers.tools.preflight import make_rows
@@ -224,3 +225,72 @@ def test_data_of_another_objective_says_which(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_the_objective_are_refused(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         config(Path("/nowhere/pairs.jsonl"), **options)
+
+
+def margins_of(folder: Path, *values: Any, objective: str = "reward", **options: Any) -> TokenSet:
+    """The prepared data of pairs with these margins; `...` leaves it out."""
+    rows: list[dict[str, Any]] = [{"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]} for _ in values]
+    for row, value in zip(rows, values, strict=True):
+        row |= {} if value is ... else {"margin": value}
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    needed = {"model_name_or_path": "embedded", "dataset_name": str(path), "cache_dir": str(folder / "cache")}
+    return prepare(build({**needed, "objective": objective, **options}), "train")
+
+
+def test_a_margin_is_a_number_of_the_pair(tmp_path: Path) -> None:
+    data = margins_of(tmp_path, 0.5, "1.25", -2, 0)
+    assert data.margin.tolist() == [0.5, 0.5, 1.25, 1.25, -2, -2, 0, 0]
+    settings = build({"model_name_or_path": "embedded", "dataset_name": "x", "objective": "reward"})
+    rows = make_rows(settings, data)
+    scored = rows.collate(np.arange(len(rows))).scored
+    assert scored is not None
+    assert scored.margins is not None
+    assert sorted(scored.margins.tolist()) == sorted(data.margin.tolist())
+
+
+def test_without_margins_there_are_none(tmp_path: Path) -> None:
+    data = margins_of(tmp_path, ..., None)
+    assert np.isnan(data.margin).all()
+    settings = build({"model_name_or_path": "embedded", "dataset_name": "x", "objective": "reward"})
+    assert make_rows(settings, data).margins is None
+
+
+@pytest.mark.parametrize("value", ["much", True, float("nan"), float("inf"), [1], {"a": 1}, 1e30])
+def test_a_margin_that_is_no_number_is_refused_with_file_and_line(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pairs.jsonl:2: .*margin is .*, not a number from -1e6 to 1e6"):
+        margins_of(tmp_path, 1, value)
+
+
+@pytest.mark.parametrize("values", [(1, ..., 2), (1, None, 2)])
+def test_margins_of_some_rows_only_are_refused_with_file_and_line(values: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pairs.jsonl:2: 'margin' is missing, and other rows .* \(1 of 3 lack it\)"):
+        margins_of(tmp_path, *values)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_other_objectives_name_a_margin_as_unused(objective: str, tmp_path: Path) -> None:
+    data = margins_of(tmp_path, 1, "much", objective=objective)
+    assert list(data.report.unused) == ["margin"]
+    assert not margins_of(tmp_path, 1, 2).report.unused  # control
+
+
+def test_the_last_token_of_each_document_is_scored_wherever_rows_are_cut(tmp_path: Path) -> None:
+    """With and without packing, and over ranks that share a row, each scores those that it holds."""
+    data = margins_of(tmp_path, *range(5))
+    for packing in (True, False):
+        base = {"model_name_or_path": "embedded", "dataset_name": "x", "objective": "reward", "max_length": 64}
+        settings = build({**base, "packing": packing})
+        scored_by = dict[int, int]()
+        for count, zigzag in ((1, False), (2, False), (2, True)):
+            scored_by.clear()
+            for index in range(count):
+                rows = make_rows(settings, data, SequenceShard(index, count, zigzag))
+                batch = rows.collate(np.arange(len(rows)))
+                assert batch.scored is not None
+                tokens = batch.input_ids.reshape(-1)[batch.positions].tolist()
+                assert tokens == batch.labels.tolist()
+                numbers = batch.scored.numbers[batch.scored.of_label.numpy()].tolist()
+                assert not scored_by.keys() & set(numbers)
+                scored_by.update(zip(numbers, tokens, strict=True))
+            assert scored_by == dict(enumerate(data.last_tokens().tolist()))

@@ -217,6 +217,24 @@ def test_adapters_that_cannot_be_trained_further_are_refused(changes: Any, expec
     assert expected in refusal(write_adapter(runs / "adapter", **changes))
 
 
+SCORED = {"task_type": "SEQ_CLS", "modules_to_save": ["classifier", "score"]}
+
+
+def test_the_adapter_of_a_reward_model_goes_on_as_one_and_as_nothing_else(runs: Path) -> None:
+    scored = write_adapter(runs / "scored", **SCORED)
+    config = resolved(scored, objective="reward")
+    assert (config.method, config.lora_r, adapter_of(config)) == ("lora", 4, scored)
+    for objective in ("sft", "dpo"):
+        assert f"has no language-modeling head for objective={objective}" in refusal(scored, objective=objective)
+    spoken = write_adapter(runs / "spoken", task_type="CAUSAL_LM")
+    assert "objective=reward trains a head that it lacks; start from merged weights" in refusal(
+        spoken, objective="reward"
+    )
+    assert resolved(spoken, objective="dpo").lora_r == 4
+    other = write_adapter(runs / "other", **{**SCORED, "modules_to_save": ["score", "embed_tokens"]})
+    assert "modules_to_save" in refusal(other, objective="reward")
+
+
 def test_damaged_adapters_are_refused(runs: Path) -> None:
     folder = write_adapter(runs / "adapter")
     weights = folder / "adapter_model.safetensors"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from app.services.rpc_client import Worker
 from tests.launching import launch_well
+from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data import template
@@ -36,6 +37,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         options = {"preset": f"tiny-{method}", **shared, "cache_dir": home / "cache"}
         launch_well(home / method, 1, options, XDG_STATE_HOME=str(home / "state"), CUDA_VISIBLE_DEVICES="")
     return {method: home / method for method in ("lora", "full")}
+
+
+def test_a_reward_model_is_refused(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "scores", config={"objective": "reward"})
+    run.model.mkdir()
+    request = {"run_dir": str(run.path), "weights": "model"}
+    with pytest.raises(ConfigError, match="trained a reward model, which gives text a score and writes none"):
+        list(Chat().load(request))
 
 
 def load(request: dict[str, Any]) -> Chat:
