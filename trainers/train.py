@@ -67,7 +67,8 @@ from trainers.strategy.strategy import Strategy, load_strategy, refusal
 from trainers.tools.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 
 if TYPE_CHECKING:
-    from trainers.loop import Outcome, TrainContext
+    from trainers.loop import Outcome
+    from trainers.step import TrainContext
 
 
 def main(argv: list[str]) -> int:
@@ -233,7 +234,7 @@ def train(
         from trainers import build
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import prepare, report_lines
-        from trainers.loop import TrainContext, TrainLoop
+        from trainers.loop import TrainLoop
         from trainers.model.sizes import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
@@ -242,6 +243,7 @@ def train(
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
         from trainers.reference import set_reference
+        from trainers.step import TrainContext
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     data = prepare(config, "train")
@@ -290,6 +292,10 @@ def train(
     with contextlib.closing(context.heartbeat):
         if config.objective_spec.reference:
             set_reference(context, folder)
+        if config.objective_spec.samples:
+            from trainers.rollouts import Sampler
+
+            context.sampler = Sampler(config, plan, eval_data, backend, mesh, ranks, run, loss.base)
         outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)

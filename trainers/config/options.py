@@ -21,10 +21,12 @@ from trainers.config.option_types import (
     IsoDate,
     Names,
     NoWord,
+    Numbers,
     ObjectiveName,
     Optionally,
     Pairs,
     RankNames,
+    RewardNames,
     StepRange,
 )
 
@@ -115,9 +117,11 @@ class TrainConfig(BaseModel):
     objective: ObjectiveName = _option("objective", "sft", choices=tuple(OBJECTIVES))
     """What to train for: sft, kto (good and bad answers), others (pairs); or `path.py:Name`, an objective of yours."""
     loss_type: Annotated[
-        Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired"] | None, Optionally
-    ] = _option("objective", None)
-    """Loss of dpo (sigmoid to sigmoid_norm), cpo (the first three) and kto (the last two); default: the first."""
+        Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired",
+                "grpo", "dr_grpo", "dapo", "gspo", "rloo"] | None,
+        Optionally,
+    ] = _option("objective", None)  # fmt: skip
+    """Form of the loss of dpo, cpo, kto and grpo (see docs/objectives.md); default: the first of the objective."""
     beta: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
     """Scale of the rewards: the larger, the nearer dpo and kto stay to the initial model; default: 0.1, simpo 2."""
     label_smoothing: float = _option("objective", 0.0, ge=0, lt=0.5)
@@ -130,6 +134,26 @@ class TrainConfig(BaseModel):
     """Weight of desirable examples in the loss of kto; balance it with their number."""
     undesirable_weight: float = _option("objective", 1.0, ge=0, le=1000)
     """Weight of undesirable examples in the loss of kto; balance it with their number."""
+    reward_funcs: RewardNames = _option("objective", ["exact_match"], min_length=1)
+    """Rewards of sampled answers, comma-separated: exact_match, math_verify, or `path.py:function`, one of yours."""
+    reward_weights: Numbers = _option("objective", [])
+    """Weight of each reward, comma-separated; default: 1 each."""
+    reward_timeout: float = _option("objective", 60.0, "seconds", gt=0, le=10**6)
+    """Time that the rewards of a step's answers may take."""
+    num_generations: int = _option("objective", 8, "answers", ge=2, le=4096)
+    """Answers that grpo samples for each prompt; a row of `global_batch_size` is a prompt."""
+    max_completion_length: int = _option("objective", 256, "tokens", ge=1, le=2**20)
+    """Tokens of a sampled answer at most; prompt and answer fit into `max_length`."""
+    epsilon: float = _option("objective", 0.2, gt=0, lt=1)
+    """How far grpo lets a probability ratio go before it clips it."""
+    epsilon_high: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
+    """The same upwards, as in DAPO (0.28); default: epsilon."""
+    importance_sampling_cap: float = _option("objective", 2.0, gt=0, le=1000)
+    """Most that a sampled token counts where the sampler's probability is below that of training."""
+    mask_truncated_completions: bool = _option("objective", False)
+    """Learn nothing from answers that were cut at `max_completion_length`."""
+    recorded_answers: Annotated[str | None, Optionally] = _option("objective", None)
+    """Folder `rollouts` of a run, whose answers and rewards are taken in place of sampling."""
 
     # Data
     dataset_name: str = _option("data", min_length=1)
@@ -260,7 +284,7 @@ class TrainConfig(BaseModel):
     """Evaluate once before the first step."""
     load_best_model_at_end: bool = _option("evaluation", False)
     """Export the weights with the best evaluation result instead of the last ones."""
-    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy"] = _option(
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy", "eval_reward"] = _option(
         "evaluation", "eval_loss"
     )
     """Metric that decides which checkpoint is the best."""
@@ -451,12 +475,16 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the config with local paths made absolute, so that a saved config works from any folder."""
-    names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template")
+    names = ("model_name_or_path", "dataset_name", "eval_dataset_name", "chat_template", "recorded_answers")
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
     if parts := split_objective(config.objective):
         absolute["objective"] = f"{parts[0].absolute()}:{parts[1]}"
-    return config.model_copy(update=absolute)
+    rewards = [
+        f"{parts[0].absolute()}:{parts[1]}" if (parts := split_objective(name)) else name
+        for name in config.reward_funcs
+    ]
+    return config.model_copy(update={**absolute, "reward_funcs": rewards})
 
 
 def is_local(value: str) -> bool:

@@ -6,9 +6,9 @@ There is no data loader state to save: any rank can compute the rows of any step
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.data.layout import FULL_SEQUENCE, UNSCALED, DocumentLayout, Scales, ScoredDocuments, SequenceShard
 from trainers.data.packing import pack
+from trainers.data.rollouts import Rollouts
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     import torch
@@ -112,6 +113,7 @@ class StepBatch:
         squared_lengths: sum of squared document lengths in the global batch, for counting FLOPs.
         divisor: what the loss of the global batch is divided by: its trained tokens, or its examples.
         mismatched: this rank's micro-batches of the mismatched documents; the same number on every rank.
+        metrics: what is known of the global batch before the step, such as the rewards of its answers.
     """
 
     micro_batches: list[MicroBatch]
@@ -120,6 +122,7 @@ class StepBatch:
     squared_lengths: int
     divisor: int
     mismatched: list[MicroBatch]
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Rows:
@@ -283,7 +286,17 @@ class Rows:
         reference = None if self.reference is None else torch.from_numpy(self.reference[numbers])
         tokens = torch.from_numpy(self.documents.trained[numbers].astype(np.float32))
         desirable = None if self.desirable is None else torch.from_numpy(self.desirable[numbers])
-        return ScoredDocuments(torch.from_numpy(of_label), tokens, reference, scales, numbers, desirable)
+        scored = ScoredDocuments(torch.from_numpy(of_label), tokens, reference, scales, numbers, desirable)
+        if not isinstance(self.documents, Rollouts):
+            return scored
+        sampled = np.zeros(micro_batch.slots, dtype=np.float32)
+        for line, in_row in enumerate(members):
+            values = self.documents.log_probs(in_row)
+            sampled[line * width : line * width + len(values)] = values
+        return replace(
+            scored, advantages=torch.from_numpy(self.documents.advantages[numbers]),
+            sampled=torch.from_numpy(sampled[label_at]), is_fresh=self.documents.is_fresh,
+        )  # fmt: skip
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:
         """The contents of rows with the given documents."""

@@ -88,6 +88,9 @@ class ScoredDocuments:
         numbers: `[documents]` their numbers in the data set, in host memory.
         desirable: `[documents]` bool, the label of each; None without labels.
         kl: fp32 scalar, KL divergence from the initial model over the global batch; None without.
+        advantages: `[documents]` fp32, how much better than others each sampled answer is; None if nothing is sampled.
+        sampled: `[labels]` fp32, log-probability of each label as the sampler computed it; None as above.
+        is_fresh: whether the weights that sampled the answers are those that are trained now.
     """
 
     of_label: torch.Tensor
@@ -97,10 +100,14 @@ class ScoredDocuments:
     numbers: np.ndarray
     desirable: torch.Tensor | None = None
     kl: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
+    is_fresh: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
-        tensors = {name: getattr(self, name) for name in ("of_label", "tokens", "reference", "desirable", "kl")}
+        names = ("of_label", "tokens", "reference", "desirable", "kl", "advantages", "sampled")
+        tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
                  if tensor is not None}  # fmt: skip
         return replace(self, **moved)

@@ -18,8 +18,9 @@ from torch.nn import functional
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import VocabularyShard, scored_log_probs
-from trainers.objectives.objective import DocumentLoss
+from trainers.objectives.objective import DocumentLoss, TokenLoss
 from trainers.objectives.output_head import HeadRule, find_head_rule
+from trainers.objectives.sampling import SampleRequest, sample
 from trainers.objectives.sft import linear_cross_entropy
 
 
@@ -44,7 +45,7 @@ class LossModule(nn.Module):
         model: nn.Module,
         compute: torch.dtype = torch.float32,
         offloads: bool = False,
-        objective: DocumentLoss | None = None,
+        objective: DocumentLoss | TokenLoss | None = None,
     ):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
@@ -96,7 +97,8 @@ class LossModule(nn.Module):
         expert_weights: torch.Tensor | None = None,
         scored: ScoredDocuments | None = None,
         only_log_probs: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        request: SampleRequest | None = None,
+    ) -> Any:
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
 
         Args:
@@ -110,6 +112,7 @@ class LossModule(nn.Module):
             expert_weights: `[experts]` from `trainers.objectives.load_balancing`; None to count the routing.
             scored: the documents that the objective compares; None for the supervised loss.
             only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
+            request: prompts to answer; then nothing else is computed, and the answers are returned.
 
         Returns:
             The summed loss (fp32 scalar), and the number of correctly predicted tokens (int64 scalar; the chunked loss
@@ -117,6 +120,9 @@ class LossModule(nn.Module):
             load-balancing loss, the loss does not. With `real_tokens` but no `expert_weights`: routing counts
             (`LoadBalancing.count`) in place of the loss.
         """
+        if request is not None:
+            with torch.autocast(input_ids.device.type, self.compute, enabled=self.compute != torch.float32):
+                return sample(self.base, request, input_ids.device)
         half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
@@ -158,12 +164,22 @@ class LossModule(nn.Module):
             only_log_probs: which of the two.
             log_probs: `[labels]` of the labels on this rank.
         """
-        summed = log_probs.new_zeros(len(scored.tokens)).index_add(0, scored.of_label, log_probs)
+
+        def on_this_rank(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(len(scored.tokens)).index_add(0, scored.of_label, values)
+
+        def of_documents(values: torch.Tensor) -> torch.Tensor:
+            summed = on_this_rank(values)
+            return summed if self.sum_over_shards is None else self.sum_over_shards(summed)
+
         if only_log_probs:
-            return summed, log_probs.new_zeros(0)
+            return on_this_rank(log_probs), log_probs.new_zeros(0)
         assert self.objective is not None
-        summed = summed if self.sum_over_shards is None else self.sum_over_shards(summed)
-        loss, metrics = self.objective(summed, scored)
+        objective: Any = self.objective
+        if getattr(objective, "of_tokens", False):
+            loss, metrics = objective(log_probs, scored, of_documents)
+        else:
+            loss, metrics = objective(of_documents(log_probs), scored)
         if self.counts_documents:
             return loss, metrics
         return loss - loss.detach(), torch.zeros_like(metrics)
