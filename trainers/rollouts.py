@@ -125,10 +125,6 @@ class Sampler:
         return {"eval_loss": -reward, "eval_reward": reward,
                 **{f"eval_{name}": summary[name] for name in ("answer_tokens", "truncated")}}  # fmt: skip
 
-    def close(self) -> None:
-        """Ends the process that computes rewards."""
-        self.rewards.close()
-
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def _sample(self, prompts: Sequence[np.ndarray], randoms: np.ndarray | None, beat: Beat) -> Sampled:

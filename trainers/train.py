@@ -33,7 +33,7 @@ from trainers.monitor.startup_timer import StartupTimer
 CLOCK = StartupTimer()  # before the other imports, which take most of the startup time
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objective_file import read_objective, split_objective
+from trainers.config.objective_file import read_file, split_objective
 from trainers.config.options import TrainConfig, absolute_paths, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
@@ -327,7 +327,7 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     run.forget_last_attempt()
     write_json(run.chat_template, template_record(config))
     if split_objective(config.objective):
-        write_atomic(run.objective, read_objective(config.objective).decode())
+        write_atomic(run.objective, read_file("objective", config.objective).decode())
     resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
     if start := record_start(config, read_json(run.start), resumes):
         write_json(run.start, start)

@@ -138,7 +138,7 @@ def sample(base: Any, request: SampleRequest, device: torch.device) -> Sampled:
 def _cut(answers: np.ndarray, log_probs: np.ndarray, request: SampleRequest) -> Sampled:
     """The answers without what follows the token that ends them."""
     stops = np.isin(answers, np.array(request.stops))
-    ended: np.ndarray = stops.any(1)
+    ended = np.asarray(stops.any(1))
     lengths = np.where(ended, stops.argmax(1) + 1, min(answers.shape[1], request.most_tokens)).tolist()
     cut = [(answer[:length].astype(np.int32), values[:length])
            for answer, values, length in zip(answers, log_probs, lengths, strict=True)]  # fmt: skip

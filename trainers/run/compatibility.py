@@ -14,7 +14,7 @@ from typing import Any
 
 from trainers.config.fields import text_of
 from trainers.config.mistakes import Mistake
-from trainers.config.objective_file import objective_version
+from trainers.config.objective_file import file_version
 from trainers.config.options import TrainConfig
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
 from trainers.run.manifest import read_manifest
@@ -93,12 +93,14 @@ def _is_docstring(node: Any) -> bool:
 
 
 def recorded_versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what a checkpoint records: `versions()`, and the digest of an objective in a file.
+    """Returns what a checkpoint records: `versions()`, and the digests of an objective and of rewards in files.
 
     Raises:
         ConfigError: If that file cannot be read.
     """
-    return versions() | objective_version(config.objective)
+    rewards = config.reward_funcs if config.objective_spec.samples else []
+    files = [("objective", config.objective), *(("reward", name) for name in rewards)]
+    return versions() | {name: digest for file in files for name, digest in file_version(*file).items()}
 
 
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:

@@ -10,7 +10,7 @@ import pytest
 
 from app.services.allowed_paths import path_mistakes
 from trainers.config.mistakes import ConfigError
-from trainers.config.objective_file import file_spec, objective_version, short_name, split_objective
+from trainers.config.objective_file import file_spec, file_version, short_name, split_objective
 from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import absolute_paths
 from trainers.config.validation import build
@@ -133,4 +133,4 @@ def test_a_resume_with_another_file_is_refused(margin: str, monkeypatch: pytest.
     (change,) = refusals(saved, plain(resolved), recorded_versions(resolved))
     assert "the objective margin.py is " in str(change)
     assert refusals(saved, plain(resolved), recorded_versions(resolved), force=True) == []
-    assert objective_version("dpo") == {}
+    assert file_version("objective", "dpo") == {}
