@@ -25,7 +25,7 @@ from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 
 _PATTERN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 _MOST_BYTES = 1 << 20
-_LIKE = [name for name, spec in OBJECTIVES.items() if spec.divisor == "examples"]
+_LIKE = [name for name, spec in OBJECTIVES.items() if spec.divisor == "examples" and not spec.samples]
 _EXAMPLE = 'such as spec = {"like": "dpo"}'
 
 

@@ -101,7 +101,7 @@ def test_what_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "problem"),
     [
-        ("dop", "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', or path.py:Name"),
+        ("dop", "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', 'grpo', or path.py:Name"),
         ("nowhere/margin.py:Margin", "cannot be read: No such file or directory; check the path"),
         ("margin.py", "is not a valid value"),
         ("margin.py:1", "is not a valid value"),
