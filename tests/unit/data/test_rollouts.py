@@ -30,7 +30,7 @@ def config_of(folder: Path, *rows: object, **changes: object):  # type: ignore[n
 
 
 def test_a_prompt_ends_before_the_last_answer(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"messages": CHAT}, {"prompt": "What? ", "completion": "That."}, dataset_format="auto")
+    config = config_of(tmp_path, {"messages": CHAT})
     tokenizer, data = load_tokenizer(config), prepare(config, "train")
     prompt = prompt_of(data, 0)
     text = tokenizer.decode(prompt.tokens)
@@ -41,17 +41,19 @@ def test_a_prompt_ends_before_the_last_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "changes", "sentence"),
+    ("asked", "answered", "changes", "sentence"),
     [
-        (60, {}, "rows.jsonl:1: has a prompt of"),
-        (200, {}, "1 rows are longer than max_length=96, and rewards would compare with half an answer"),
-        (5, {}, ""),
-        (60, {"max_completion_length": 8}, ""),
+        (30, 1, {}, "rows.jsonl:1: has a prompt of"),
+        (5, 90, {}, "1 rows are longer than max_length=96, and rewards would compare with half an answer"),
+        (5, 1, {}, ""),
+        (30, 1, {"max_completion_length": 8}, ""),
     ],
 )
-def test_prompts_without_room_are_refused(words: int, changes: dict[str, int], sentence: str, tmp_path: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "x " * words}, {"role": "assistant", "content": "Yes."}]}
-    config = config_of(tmp_path, row, **changes)
+def test_prompts_without_room_are_refused(
+    asked: int, answered: int, changes: dict[str, int], sentence: str, tmp_path: Path
+) -> None:
+    row = [{"role": "user", "content": "x " * asked}, {"role": "assistant", "content": "y " * answered}]
+    config = config_of(tmp_path, {"messages": row}, **changes)
     data = prepare(config, "train")
     if not sentence:
         check_prompts(config, [data, None])
@@ -61,9 +63,12 @@ def test_prompts_without_room_are_refused(words: int, changes: dict[str, int], s
 
 
 def test_a_row_that_is_all_answer_has_no_prompt(tmp_path: Path) -> None:
-    config = config_of(tmp_path, {"prompt": "", "completion": "That."})
+    config = config_of(tmp_path, {"messages": CHAT})
+    data = prepare(config, "train")
+    check_prompts(config, [data])
+    data._mask = np.ones_like(data._mask)
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: has no prompt to answer"):
-        check_prompts(config, [prepare(config, "train")])
+        check_prompts(config, [data])
 
 
 @pytest.mark.parametrize(
