@@ -123,7 +123,7 @@ def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = F
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
     spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
     if spec.samples:  # a row is a prompt; its answers are packed once they are sampled
-        return Rows(documents, config.row_tokens, packing=False, objective=spec)
+        return Rows(documents, config.row_tokens, packing=False, shard=shard, objective=spec)
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
     return Rows(documents, *layout, documents.desirable if spec.labelled else None, mismatched)
 

@@ -231,7 +231,8 @@ def test_too_few_gpus_are_a_row_that_was_not_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_of_several_ranks_replay_the_answers_of_the_reference() -> None:
-    made = plan("tiny-full", "--objective", "grpo", "--strategies", "single,ddp,tp", "--num_generations", "2")
+    made = plan("tiny-full", "--objective", "grpo", "--strategies", "single,ddp,tp", "--num_generations", "2",
+                "--max_completion_length", "64")  # fmt: skip
     folder = str(made.folder / "reference" / "rollouts")
     assert [row.job.config.recorded_answers for row in made.rows if row.job] == [None, folder, folder]
     assert made.reference.config.recorded_answers is None
