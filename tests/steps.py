@@ -14,11 +14,11 @@ from accelerate.state import AcceleratorState, GradientState
 from trainers import build
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import prepare
-from trainers.loop import StepResult, TrainContext, train_step
 from trainers.monitor.stragglers import Stragglers
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.sequence import sequence_shard
 from trainers.run.folder import RunFolder
+from trainers.step import StepResult, TrainContext, train_step
 from trainers.strategy.mesh import Mesh, MeshSizes
 from trainers.strategy.strategy import Strategy, load_strategy
 from trainers.tools.preflight import plan_training

@@ -4,6 +4,7 @@ load a checkpoint, if resuming                                  -> START
 evaluate, if eval_on_start
 for step in steps:
     take the prefetched batch, set the learning rate            -> data
+    sample and reward answers to its prompts, if the objective does   -> sampling, rewards
     sum what the loss needs of the global batch (routing, KL)   -> forward, all-reduce
     for each micro-batch:                                          (DDP reduces gradients in the last one only)
         loss = sum over trained tokens, or over examples        -> forward
@@ -34,83 +35,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from torch import nn
-
-from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.lr_schedule import learning_rate
 from trainers.config.objectives import HIGHER_IS_BETTER
-from trainers.config.options import TrainConfig
-from trainers.data.batches import Rows, StepBatch, TrainPlan
+from trainers.data.micro_batch import StepBatch
 from trainers.evaluation import evaluate
 from trainers.model.load import compute_dtype
 from trainers.monitor import loss_guard
-from trainers.monitor.heartbeat import Heartbeat
-from trainers.monitor.metrics import MetricsFile, RecentPace, Window, device_values, values_by_rank
+from trainers.monitor.metrics import RecentPace, Window, device_values, values_by_rank
 from trainers.monitor.mfu import attention_width, peak_flops, step_flops
-from trainers.monitor.profiler import StepProfiler
-from trainers.monitor.startup_timer import StartupTimer
 from trainers.monitor.stop_requests import Requests
-from trainers.monitor.stragglers import Stragglers, slow_warning
-from trainers.objectives.global_terms import global_terms
-from trainers.objectives.load_balancing import LoadBalancing
-from trainers.parallel.backend import Backend, set_rate
-from trainers.parallel.ranks import Ranks
+from trainers.monitor.stragglers import slow_warning
 from trainers.run.ending import Ending
 from trainers.run.errors import RollBack, TrainingError
-from trainers.run.folder import RunFolder
 from trainers.run.manifest import Progress
-from trainers.strategy.mesh import Mesh
+from trainers.step import StepResult, TrainContext, train_step
 
 SAVE_TIMEOUT = 0.5
 """Seconds to wait for a save before training continues; small checkpoints are thus published before the next step."""
 WAIT = 5.0
 """Seconds between heartbeats while waiting for a save or a copy."""
-
-
-@dataclass
-class TrainContext:
-    """Everything that the loop works with.
-
-    Args:
-        mesh: this rank's position in the mesh.
-        backend: the wrapped model and optimizer.
-        bare: the transformers or peft model inside the wrapper, for names and buffers.
-        buffers: names of the buffers that checkpoints contain.
-        balancing: the load-balancing loss of a mixture-of-experts model; None if there is none.
-        matmul_parameters: (trained, frozen, teacher) parameters in matrix products of the full models.
-        scaler: fp16's gradient scaler; None for other dtypes.
-        eval_rows: rows of the evaluation data; None without evaluation.
-        metrics: the metrics file; None except on rank 0.
-        report: called with changes of the run's state (`step=…`, `state=…`).
-        show: called with each metrics row on rank 0, for progress bar and trackers.
-        launcher: process id of this rank's parent; the run stops if it dies.
-        clock: measures startup, which ends with the first step.
-        stragglers: measures this rank's own speed.
-        profiler: profiles the chosen steps.
-    """
-
-    config: TrainConfig
-    run: RunFolder
-    ranks: Ranks
-    mesh: Mesh
-    backend: Backend
-    bare: nn.Module
-    buffers: list[str]
-    balancing: LoadBalancing | None
-    matmul_parameters: tuple[int, int, int]
-    scaler: Any
-    plan: TrainPlan
-    eval_rows: Rows | None
-    checkpoints: Checkpoints
-    heartbeat: Heartbeat
-    metrics: MetricsFile | None
-    report: Callable[..., None]
-    show: Callable[[dict[str, Any]], None]
-    launcher: int
-    clock: StartupTimer
-    stragglers: Stragglers
-    profiler: StepProfiler
 
 
 @dataclass
@@ -120,81 +63,6 @@ class Outcome:
     ending: Ending
     progress: Progress
     results: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Results of one step, equal on every rank."""
-
-    loss: float
-    grad_norm: float
-    rate: float
-    updated: bool
-    stop: bool
-    discard: bool
-    save: bool
-    writing: bool
-    extra: dict[str, float]
-
-
-def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Requests) -> StepResult:
-    """Runs one optimizer step on this rank's share of the global batch. Collective.
-
-    Raises:
-        TrainingError: on every rank, before the update, if loss or gradient norm is not finite and may not be skipped.
-    """
-    config, backend, ranks, mesh = context.config, context.backend, context.ranks, context.mesh
-    beat = partial(context.heartbeat.at, step=step)
-    rate = learning_rate(config, step, context.plan.total_steps)
-    set_rate(backend.optimizer, rate)
-
-    beat("forward")
-    batch, aux_loss, expert_weights = global_terms(
-        context.balancing, backend.model, batch, ranks.device, ranks.sum, mesh.contributes_loss
-    )
-
-    # Strategies average gradients over ranks: scale by their number to get the mean over the global batch.
-    shares = [mesh.sizes.grad_group_size / max(batch.divisor, 1)] * len(batch.micro_batches)
-    if config.control == "mean-of-means":
-        shares = [1 / (max(part.labels_or_documents, 1) * len(shares)) for part in batch.micro_batches]
-    first_forward = context.stragglers.first_forward()
-    own_loss, own_metrics = backend.forward_backward(batch.micro_batches, shares, beat, first_forward, expert_weights)
-
-    # Sum loss and requests over the ranks, so that all of them make the same decision.
-    beat("all-reduce")
-    if not mesh.contributes_loss:
-        own_loss, own_metrics = torch.zeros_like(own_loss), torch.zeros_like(own_metrics)
-    flags = (*requests.poll(), not context.checkpoints.written())
-    own = torch.stack([own_loss, *(torch.full_like(own_loss, float(flag)) for flag in flags)])
-    summed = ranks.sum(torch.cat([own, own_metrics.to(own.dtype)]))
-    norm = backend.clip_grad_norm(config.max_grad_norm or math.inf)
-    # The only host sync of the step: transfer loss, requests, norm and load-balancing loss together.
-    numbers = [scalar.to(ranks.device, torch.float32).reshape(1) for scalar in (norm, aux_loss)]
-    loss_sum, stops, discards, saves, writing, *metrics, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
-    loss = loss_sum / max(batch.divisor, 1)
-
-    beat("step")
-    # Where the loss is finite and the norm is not, fp16's gradient scaler leaves the weights as they are.
-    updated = math.isfinite(loss) and math.isfinite(grad_norm)
-    if loss_guard.is_finite(loss, grad_norm, config.mixed_precision):
-        backend.step()
-    else:
-        _report_non_finite(context, step, loss, grad_norm, own_loss)
-        backend.skip_step()
-    extra = dict(zip(config.objective_spec.metrics, (total / max(batch.divisor, 1) for total in metrics), strict=False))
-    extra |= {"aux_loss": aux} if context.balancing is not None else {}
-    return StepResult(loss, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra)
-
-
-def _report_non_finite(context: TrainContext, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:
-    """Warns on rank 0 that an update is skipped, or raises TrainingError on every rank. Collective."""
-    finite = context.ranks.gather((context.mesh.data_rank, math.isfinite(own_loss.item())))
-    description = (
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {loss_guard.origin(context.plan, step, finite)}"
-    )
-    loss_guard.refuse_unless_skipped(description, grad_norm, context.config.non_finite)
-    if context.ranks.is_main:
-        print(f"warning: {description}; its update is skipped", flush=True)
 
 
 class TrainLoop:
@@ -384,7 +252,10 @@ class TrainLoop:
         beat, size = partial(context.heartbeat.at, step=step), context.config.per_device_eval_batch_size
         assert context.eval_rows is not None
         with self.window.pause():
-            scores = evaluate(context.eval_rows, context.backend, context.mesh, context.ranks, size, beat)
+            if context.sampler is not None:
+                scores = context.sampler.evaluate(beat)
+            else:
+                scores = evaluate(context.eval_rows, context.backend, context.mesh, context.ranks, size, beat)
         self.evaluated_at = step
         self.results |= scores
         self._emit({"step": step, **scores})

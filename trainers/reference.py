@@ -15,8 +15,8 @@ import torch
 
 from trainers.data.batches import Rows
 from trainers.evaluation import reference_log_probs
-from trainers.loop import TrainContext
 from trainers.run.errors import TrainingError
+from trainers.step import TrainContext
 
 
 def set_reference(context: TrainContext, folder: Path | None) -> None:

@@ -32,9 +32,10 @@ from trainers.monitor.startup_timer import StartupTimer
 
 CLOCK = StartupTimer()  # before the other imports, which take most of the startup time
 
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objective_file import read_objective, split_objective
-from trainers.config.options import TrainConfig, absolute_paths, precision_lines
+from trainers.config.objective_file import read_file, split_objective
+from trainers.config.options import TrainConfig, precision_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
@@ -67,7 +68,8 @@ from trainers.strategy.strategy import Strategy, load_strategy, refusal
 from trainers.tools.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 
 if TYPE_CHECKING:
-    from trainers.loop import Outcome, TrainContext
+    from trainers.loop import Outcome
+    from trainers.step import TrainContext
 
 
 def main(argv: list[str]) -> int:
@@ -233,7 +235,7 @@ def train(
         from trainers import build
         from trainers.checkpoint.weights import base_digest, persistent_buffers
         from trainers.data.prepare import prepare, report_lines
-        from trainers.loop import TrainContext, TrainLoop
+        from trainers.loop import TrainLoop
         from trainers.model.sizes import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
@@ -242,6 +244,7 @@ def train(
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
         from trainers.reference import set_reference
+        from trainers.step import TrainContext
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     data = prepare(config, "train")
@@ -291,6 +294,10 @@ def train(
     with contextlib.closing(context.heartbeat):
         if config.objective_spec.reference:
             set_reference(context, folder)
+        if config.objective_spec.samples:
+            from trainers.rollouts import Sampler
+
+            context.sampler = Sampler(config, plan, eval_data, backend, mesh, ranks, run, loss.base)
         outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
@@ -322,7 +329,7 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     run.forget_last_attempt()
     write_json(run.chat_template, template_record(config))
     if split_objective(config.objective):
-        write_atomic(run.objective, read_objective(config.objective).decode())
+        write_atomic(run.objective, read_file("objective", config.objective).decode())
     resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
     if start := record_start(config, read_json(run.start), resumes):
         write_json(run.start, start)

@@ -21,8 +21,8 @@ from app.launch.restarts import run_to_end
 from app.launch.worker_node import join_to_end, refuse_to_join
 from app.runs.runs import saved_step, world_size
 from app.runs.scheduled import submission
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import absolute_paths
 from trainers.config.parse import Request
 from trainers.run.folder import END_STATES, RunFolder, write_atomic
 from trainers.strategy.strategy import Machines, load_strategy, over_machines

@@ -21,8 +21,9 @@ from app.runs.machines import machine_counts
 from app.runs.runs import gpu_ids, true_state, world_size
 from app.runs.scheduled import TITLES, submission
 from trainers.config.fields import text_of
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, unexpected_argument
 from trainers.config.presets import find_preset, is_preset
 from trainers.config.validation import MISSING, URL, ignored_choices

@@ -24,8 +24,9 @@ from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
 from app.runs.runs import true_state
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.config.yaml_file import read_yaml
 from trainers.run.device_locks import HeldSlots

@@ -24,8 +24,9 @@ from app.plan.report import as_document, show
 from app.plan.scale import scale_assumed, scale_rows, show_scale
 from app.plan.search import Request, best_rows, fewest_gpus
 from trainers.config.command_line import option, switch
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import MACHINE_OPTIONS, TrainConfig, absolute_paths
+from trainers.config.options import MACHINE_OPTIONS, TrainConfig
 from trainers.config.parse import dump_yaml, whole_number
 from trainers.run import host_memory
 from trainers.run.disk import free_bytes

@@ -197,16 +197,17 @@ def make_plan(args: Args) -> Plan:
 def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[str, str], config: TrainConfig) -> None:
     """Chooses a micro-batch that suits all rows, and adds the rows, the reference, overrides and warnings."""
     user = command.config()
-    possible = [(entry.name, entry.strategy) for entry in entries if not entry.reason]
+    possible = {entry.name: entry.strategy for entry in entries if not entry.reason}
     # A pipeline needs at least one micro-batch per stage.
-    sizes = {name: strategy.data_parallel_size * strategy.pp_size for name, strategy in possible}
-    limit, several = user.per_device_train_batch_size, plan.control != "none"
-    micro = micro_batch(config.global_batch_size, limit, sizes, several)
+    sizes = {name: strategy.data_parallel_size * strategy.pp_size for name, strategy in possible.items()}
+    micro = micro_batch(config.global_batch_size, user.per_device_train_batch_size, sizes, plan.control != "none")
     shared = {**settings, "per_device_train_batch_size": str(micro), "runs_dir": str(plan.folder)}
 
-    def job(name: str, devices: dict[str, str], control: str) -> TrainJob:
-        output_dir = str(plan.folder / name.replace(":", "-"))
-        return command.job(devices, {**shared, "output_dir": output_dir, **_known({"control": control})})
+    def job(name: str, devices: dict[str, str], control: str, replays: bool = False) -> TrainJob:
+        options = {"output_dir": str(plan.folder / name.replace(":", "-")), **_known({"control": control})}
+        # Answers that the reference sampled: a rounding could flip a token of those that the row would sample.
+        recorded = {"recorded_answers": str(plan.folder / REFERENCE / "rollouts")} if replays else {}
+        return command.job(devices, {**shared, **options, **recorded})
 
     plan.reference = job(REFERENCE, _devices(command, 1) | {"strategy": "single"}, "none")
     ignored = ignored_choices(plan.reference.config)
@@ -218,13 +219,13 @@ def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[s
         for entry in entries if entry.precision not in (None, used)
     ]  # fmt: skip
     for entry in entries:
-        row = Row(entry.name, entry.strategy.num_processes, reason=entry.reason)
-        plan.rows.append(row)
+        plan.rows.append(row := Row(entry.name, entry.strategy.num_processes, reason=entry.reason))
         if row.reason:
             continue
         try:
             with _file_of(entry) as spec:
-                row.job = job(entry.name, _devices(command, row.world_size) | {"strategy": spec}, plan.control)
+                replays = row.world_size > 1 and user.objective_spec.samples
+                row.job = job(entry.name, _devices(command, row.world_size) | {"strategy": spec}, plan.control, replays)
         except ConfigError as error:
             if entry.is_file:
                 raise

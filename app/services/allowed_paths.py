@@ -18,7 +18,10 @@ from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
-INPUTS = ("model_name_or_path", "from_run", "teacher", "dataset_name", "eval_dataset_name", "chat_template")
+INPUTS = (
+    "model_name_or_path", "from_run", "teacher", "recorded_answers", "dataset_name", "eval_dataset_name",
+    "chat_template",
+)  # fmt: skip
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
 STORES = ("s3", "gs", "az", "abfs", "hf")
 """Object stores that a page may copy checkpoints to; other fsspec URLs reach local files or arbitrary hosts."""
@@ -45,10 +48,12 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mist
         value = str(values.get(name) or "")
         if value.lower() not in ("", "none", "null") and (reason := _refused(name, value, roots)):
             mistakes.append(Mistake(name, shortened(value), reason))
-    objective = str(values.get("objective") or "")
-    if split_objective(objective):
-        problem, remedy = "is a file of code, which no page runs", "start the run from a terminal: tunesmith train"
-        mistakes.append(Mistake("objective", shortened(objective), problem, remedy))
+    rewards = values.get("reward_funcs") or ""
+    listed = rewards if isinstance(rewards, list | tuple) else str(rewards).split(",")
+    for name, value in (("objective", values.get("objective") or ""), *(("reward_funcs", reward) for reward in listed)):
+        if split_objective(str(value).strip()):
+            problem, remedy = "is a file of code, which no page runs", "start the run from a terminal: tunesmith train"
+            mistakes.append(Mistake(name, shortened(str(value)), problem, remedy))
     url = str(values.get("checkpoint_url") or "")
     if url.lower() not in ("", "none", "null") and url.partition("://")[0].lower() not in STORES:
         mistakes.append(Mistake("checkpoint_url", shortened(url), "is not an object store", f"use {', '.join(STORES)}"))

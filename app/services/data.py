@@ -24,8 +24,9 @@ from app.services.allowed_paths import INPUTS, path_mistakes
 from app.services.fields import as_texts
 from app.services.rpc_client import Worker, WorkerDied
 from trainers.config.fields import fields
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run.from_run import resolve_request
 

@@ -22,8 +22,9 @@ from app.sweep.search import METHODS, Result, need_optuna, propose
 from app.sweep.space import Axis, grid, grid_size, parse_axis
 from app.sweep.trial_runs import job_of_run
 from trainers.config.command_line import option
+from trainers.config.local_paths import is_local
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import EMBEDDED, MACHINE_OPTIONS, TrainConfig, is_local
+from trainers.config.options import EMBEDDED, MACHINE_OPTIONS, TrainConfig
 from trainers.config.parse import Request, whole_number
 from trainers.run.folder import RunFolder, new_run_id
 

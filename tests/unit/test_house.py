@@ -19,8 +19,9 @@ SHARED = ("trainers.config", "trainers.strategy", "trainers.run")
 EMBEDDED = {"trainers.embedded", "trainers.embedded.BASE_DIR", "trainers.embedded.DATA_DIR"}
 FLOORS = (
     *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
-    *("trainers.checkpoint", "trainers.monitor", "trainers.tools", "trainers.evaluation"),
-    *("trainers.teacher", "trainers.build", "trainers.loop", "trainers.reference", "trainers.train"),
+    *("trainers.checkpoint", "trainers.monitor", "trainers.rewards", "trainers.tools", "trainers.evaluation"),
+    *("trainers.teacher", "trainers.build", "trainers.rollouts", "trainers.step", "trainers.loop"),
+    *("trainers.reference", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.schedulers", "app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor"),
     *("app.sweep", "app.services", "app.commands", "app.cli_runs", "app.cli_sweep", "app.cli", "ui"),

@@ -25,7 +25,7 @@ from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 
 _PATTERN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 _MOST_BYTES = 1 << 20
-_LIKE = [name for name, spec in OBJECTIVES.items() if spec.loss_of == "documents"]
+_LIKE = [name for name, spec in OBJECTIVES.items() if spec.loss_of == "documents" and not spec.samples]
 _EXAMPLE = 'such as spec = {"like": "dpo"}'
 
 
@@ -40,35 +40,45 @@ def short_name(objective: str) -> str:
     return objective.rpartition(":")[2]
 
 
-def read_objective(objective: str) -> bytes:
-    """The source of the objective `path.py:Name`.
+def read_file(option: str, value: str) -> bytes:
+    """The source of `path.py:Name`.
+
+    Args:
+        option: the option whose value it is, for messages.
+        value: the value.
 
     Raises:
         ConfigError: if the file cannot be read.
     """
-    parts = split_objective(objective)
+    parts = split_objective(value)
     assert parts is not None
     try:
         about = parts[0].stat()
         if not stat.S_ISREG(about.st_mode):  # a pipe would block
-            raise _refusal(objective, "is not a regular file", "check the path")
+            raise ConfigError.about(option, value, "is not a regular file", "check the path")
         if about.st_size > _MOST_BYTES:
-            raise _refusal(objective, f"has a file of more than {_MOST_BYTES:,} bytes", "use a smaller one")
+            raise ConfigError.about(
+                option, value, f"has a file of more than {_MOST_BYTES:,} bytes", "use a smaller one"
+            )
         return parts[0].read_bytes()
     except OSError as error:
-        raise _refusal(objective, f"cannot be read: {error.strerror or error}", "check the path") from None
+        raise ConfigError.about(option, value, f"cannot be read: {error.strerror or error}", "check the path") from None
 
 
-def objective_version(objective: str) -> dict[str, str]:
-    """Name and digest of an objective's file, as of a package and its version; empty for one of Tunesmith's.
+def file_version(option: str, value: str) -> dict[str, str]:
+    """Name and digest of the file of `path.py:Name`, as of a package and its version; empty for other values.
+
+    Args:
+        option: the option whose value it is, for messages.
+        value: the value.
 
     Raises:
         ConfigError: if the file cannot be read.
     """
-    parts = split_objective(objective)
+    parts = split_objective(value)
     if parts is None:
         return {}
-    return {f"the objective {parts[0].name}": hashlib.sha256(read_objective(objective)).hexdigest()[:16]}
+    return {f"the {option} {parts[0].name}": hashlib.sha256(read_file(option, value)).hexdigest()[:16]}
 
 
 def file_spec(objective: str) -> ObjectiveSpec:
@@ -77,7 +87,7 @@ def file_spec(objective: str) -> ObjectiveSpec:
     Raises:
         ConfigError: if the file cannot be read, has no such class, or the class no valid `spec`.
     """
-    return _spec_in(objective, read_objective(objective))
+    return _spec_in(objective, read_file("objective", objective))
 
 
 @lru_cache(maxsize=16)

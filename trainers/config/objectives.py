@@ -53,6 +53,7 @@ class ObjectiveSpec:
         labelled: Whether each example has a label: desirable or not.
         mismatched: Whether its loss contains the KL divergence from the initial model over the global batch, which is
             estimated on prompts with the answers of other examples (`trainers/data/mismatched.py`).
+        samples: Whether it samples answers from the model that is trained, and rewards them.
         variants: What differs for some values of `loss_type`: fields of this class and their values.
         source: The paper that defines it.
     """
@@ -75,6 +76,7 @@ class ObjectiveSpec:
     teacher: bool = False
     labelled: bool = False
     mismatched: bool = False
+    samples: bool = False
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     source: str = ""
 
@@ -156,16 +158,32 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "https://arxiv.org/abs/2203.02155",
             defaults={"center_rewards_coefficient": 0.0}, scalar_head=True, margins=True,
         ),
+        ObjectiveSpec(
+            "grpo", "GRPO", "Group relative policy optimization",
+            "Sample several answers to each prompt, reward them with functions, and make the better ones more likely.",
+            formats=("chat", "sharegpt", "prompt_completion", "alpaca"), metrics=("clip_ratio", "sampler_difference"),
+            defaults={
+                "reward_funcs": ["exact_match"], "reward_weights": [], "reward_timeout": 60.0, "num_generations": 8,
+                "max_completion_length": 256, "epsilon": 0.2, "epsilon_high": None, "importance_sampling_cap": 2.0,
+                "mask_truncated_completions": False, "recorded_answers": None,
+            },
+            loss_types=("grpo", "dr_grpo", "dapo", "gspo", "rloo"), samples=True,
+            source="https://arxiv.org/abs/2402.03300",
+        ),
     )
 }  # fmt: skip
+REWARDS = ("exact_match", "math_verify")
+"""Rewards of sampled answers that ship with Tunesmith (`trainers/rewards/functions.py`)."""
 OWN_OPTIONS = ("loss_type", *dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.defaults))
 """Options that only some objectives read."""
 LOSS_TYPES = tuple(dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.loss_types))
-HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy")
+HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy", "eval_reward")
 """Metrics besides the loss by which the best checkpoint can be chosen; of these more is better, of the loss less."""
 
 
 def evaluation_metrics(spec: ObjectiveSpec) -> tuple[str, ...]:
     """Names of all metrics of an evaluation, the loss first."""
+    if spec.samples:
+        return ("eval_loss", "eval_reward", "eval_answer_tokens", "eval_truncated")
     perplexity = ("eval_perplexity",) if spec.loss_of == "labels" else ()
     return ("eval_loss", *perplexity, *(f"eval_{name}" for name in spec.metrics))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from trainers.config.objective_file import split_objective
-from trainers.config.objectives import OBJECTIVES
+from trainers.config.objectives import OBJECTIVES, REWARDS
 
 MAX_PROFILED = 10
 """Steps to profile at most: of a large model, each has hundreds of thousands of events."""
@@ -70,6 +70,15 @@ def _objective(value: str) -> str:
     return value
 
 
+def _rewards(value: list[str]) -> list[str]:
+    for name in value:
+        if name not in REWARDS and split_objective(name) is None:
+            raise ValueError(f"{name[:80]!r} is no reward; use {', '.join(REWARDS)}, or path.py:function")
+    if len(set(value)) < len(value):
+        raise ValueError("a reward is named twice; use reward_weights")
+    return value
+
+
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
 Optionally = BeforeValidator(_none_word)
@@ -77,4 +86,6 @@ NoWord = BeforeValidator(_off)
 IsoDate = Annotated[str, BeforeValidator(_iso_date)]
 StepRange = Annotated[str | None, BeforeValidator(_step_range)]
 RankNames = Annotated[Names, AfterValidator(_ranks)]
+RewardNames = Annotated[Names, AfterValidator(_rewards)]
+Numbers = Annotated[list[float], BeforeValidator(_split_commas)]
 ObjectiveName = Annotated[str, AfterValidator(_objective)]

@@ -9,22 +9,23 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
-from trainers.config.objective_file import file_spec, short_name, split_objective
+from trainers.config.objective_file import file_spec, short_name
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.option_types import (
     IsoDate,
     Names,
     NoWord,
+    Numbers,
     ObjectiveName,
     Optionally,
     Pairs,
     RankNames,
+    RewardNames,
     StepRange,
 )
 
@@ -117,10 +118,10 @@ class TrainConfig(BaseModel):
     loss_type: Annotated[
         Literal[
             "sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "kto", "apo_zero_unpaired",
-            "forward_kl", "reverse_kl", "jsd",
+            "forward_kl", "reverse_kl", "jsd", "grpo", "dr_grpo", "dapo", "gspo", "rloo",
         ] | None, Optionally
     ] = _option("objective", None)  # fmt: skip
-    """Loss of dpo (to sigmoid_norm), cpo (to ipo), kto (two) and distill (the last three); default: the first."""
+    """Form of the loss of dpo, cpo, kto, distill and grpo, see docs/objectives.md; default: the first."""
     teacher: Annotated[str | None, Optionally] = _option("objective", None)
     """Model that distill learns from: Hub id, folder, `embedded`, or a run that is done (its name or folder)."""
     jsd_beta: float = _option("objective", 0.5, gt=0, lt=1)
@@ -141,6 +142,26 @@ class TrainConfig(BaseModel):
     """Weight of undesirable examples in the loss of kto; balance it with their number."""
     center_rewards_coefficient: float = _option("objective", 0.0, ge=0, le=1000)
     """Weight of the squared sum of both scores of a pair in the loss of reward; centres scores at 0."""
+    reward_funcs: RewardNames = _option("objective", ["exact_match"], min_length=1)
+    """Rewards of sampled answers, comma-separated: exact_match, math_verify, or `path.py:function`, one of yours."""
+    reward_weights: Numbers = _option("objective", [])
+    """Weight of each reward, comma-separated; default: 1 each."""
+    reward_timeout: float = _option("objective", 60.0, "seconds", gt=0, le=10**6)
+    """Time that the rewards of a step's answers may take."""
+    num_generations: int = _option("objective", 8, "answers", ge=2, le=4096)
+    """Answers that grpo samples for each prompt; a row of `global_batch_size` is a prompt."""
+    max_completion_length: int = _option("objective", 256, "tokens", ge=1, le=2**20)
+    """Tokens of a sampled answer at most; prompt and answer fit into `max_length`."""
+    epsilon: float = _option("objective", 0.2, gt=0, lt=1)
+    """How far grpo lets a probability ratio go before it clips it."""
+    epsilon_high: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
+    """The same upwards, as in DAPO (0.28); default: epsilon."""
+    importance_sampling_cap: float = _option("objective", 2.0, gt=0, le=1000)
+    """Most that a sampled token counts where the sampler's probability is below that of training."""
+    mask_truncated_completions: bool = _option("objective", False)
+    """Learn nothing from answers that were cut at `max_completion_length`."""
+    recorded_answers: Annotated[str | None, Optionally] = _option("objective", None)
+    """Folder `rollouts` of a run, whose answers and rewards are taken in place of sampling."""
 
     # Data
     dataset_name: str = _option("data", min_length=1)
@@ -271,7 +292,7 @@ class TrainConfig(BaseModel):
     """Evaluate once before the first step."""
     load_best_model_at_end: bool = _option("evaluation", False)
     """Export the weights with the best evaluation result instead of the last ones."""
-    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy"] = _option(
+    metric_for_best_model: Literal["eval_loss", "eval_token_accuracy", "eval_reward_accuracy", "eval_reward"] = _option(
         "evaluation", "eval_loss"
     )
     """Metric that decides which checkpoint is the best."""
@@ -458,23 +479,3 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
         return Mistake(name, None, "is not an option of the config", remedy)
     remedy = nearest(name, known or TrainConfig.model_fields, f"`tunesmith {verb} --help` lists all options")
     return Mistake(name, None, UNKNOWN, remedy)
-
-
-def absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Returns the config with local paths made absolute, so that a saved config works from any folder."""
-    names = ("model_name_or_path", "teacher", "dataset_name", "eval_dataset_name", "chat_template")
-    local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
-    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
-    if parts := split_objective(config.objective):
-        absolute["objective"] = f"{parts[0].absolute()}:{parts[1]}"
-    return config.model_copy(update=absolute)
-
-
-def is_local(value: str) -> bool:
-    """Returns whether the value is a local path: it exists, or is a glob pattern."""
-    path = Path(os.path.expanduser(value))
-    try:
-        there = path.exists()
-    except OSError:  # e.g. a name of 300 letters
-        there = False
-    return there or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))

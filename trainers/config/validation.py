@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.objectives import HIGHER_IS_BETTER, OWN_OPTIONS, evaluation_metrics
 from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
+from trainers.config.reward_file import reward_mistakes
 
 MISSING = "is missing"
 """`Mistake.problem` of a required option that was not given."""
@@ -154,8 +155,17 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "lora_target_modules", "score", f"{objective}, whose head is trained in full", "leave it out"),
         (spec.loss_of == "documents" and not config.assistant_only_loss,
          "assistant_only_loss", False, f"{objective}, which compares the answers alone", "leave it out"),
+        (spec.samples and len(config.reward_weights) not in (0, len(config.reward_funcs)),
+         "reward_weights", len(config.reward_weights), f"weights for {len(config.reward_funcs)} rewards",
+         "give each one"),
+        (spec.samples and config.max_completion_length >= config.max_length,
+         "max_completion_length", config.max_completion_length,
+         f"leaves no room for a prompt in max_length={config.max_length}", "make it smaller"),
+        (spec.samples and config.torch_compile and config.recorded_answers is None,
+         "torch_compile", True, f"{objective}: compiled layers do not sample", "leave it out"),
     ]  # fmt: skip
-    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
+    rewards = reward_mistakes(config.reward_funcs) if spec.samples and config.recorded_answers is None else []
+    return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards]
 
 
 def _holds_credentials(url: str | None) -> bool:

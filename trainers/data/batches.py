@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.data.layout import FULL_SEQUENCE, UNSCALED, DocumentLayout, Scales, ScoredDocuments, SequenceShard
+from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.packing import pack
+from trainers.data.rollouts import Rollouts
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
-    import torch
+    pass
 
 _GROUPED_BATCHES = 50  # global batches per length-sorted block: enough to reduce padding, few enough to stay shuffled
 
@@ -45,85 +47,6 @@ class Documents(Protocol):
 
 _Row = tuple[np.ndarray, np.ndarray, list[int]]
 """Token ids, the mask of trained tokens, and the lengths of the documents in a row of a micro-batch."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Tensors of one forward pass on one rank; the fields of `LossModule.forward`.
-
-    Args:
-        input_ids: `[batch, sequence]`.
-        position_ids: `[batch, sequence]` position of each token within its document.
-        documents: boundaries of the documents in packed rows; None without packing.
-        positions: `[labels]` flat index of each token that predicts a label; of the last token of each document, if the
-            objective scores those.
-        labels: `[labels]` token ids to predict; the last tokens themselves, if those are scored.
-        real: `[batch, sequence]`, False for padding.
-        tokens: number of real tokens in the full rows.
-        slots: number of tokens in the full rows, padding included.
-        scored: the documents whose log-probabilities the objective compares; None if it sums over tokens.
-        taught: whether the objective compares with the distributions of a teacher.
-    """
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    documents: DocumentLayout | None
-    positions: torch.Tensor
-    labels: torch.Tensor
-    real: torch.Tensor
-    tokens: int
-    slots: int
-    scored: ScoredDocuments | None = None
-    taught: bool = False
-
-    @property
-    def labels_or_documents(self) -> int:
-        """Number of labels on this rank; of documents, if the objective compares those."""
-        return len(self.labels) if self.scored is None else len(self.scored.numbers)
-
-    def with_kl(self, kl: torch.Tensor) -> MicroBatch:
-        """A copy whose documents know the KL divergence of the global batch, a scalar."""
-        assert self.scored is not None
-        return replace(self, scored=replace(self.scored, kl=kl))
-
-    def inputs(self, device: torch.device, expert_weights: torch.Tensor | None = None) -> dict[str, Any]:
-        """The arguments of `LossModule.forward`, on a device.
-
-        Args:
-            device: the device of the model.
-            expert_weights: weights of a load-balancing loss, which also needs the mask of real tokens.
-        """
-        names = ["input_ids", "position_ids", "documents", "positions", "labels"]
-        names += ["scored"] if self.scored is not None else []
-        tensors = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
-        }
-        moved |= {"taught": True} if self.taught else {}
-        if expert_weights is None:
-            return moved
-        return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One rank's share of one step.
-
-    Args:
-        micro_batches: the rank's micro-batches; the same number on every rank.
-        trained_tokens: trained tokens in the global batch.
-        tokens: real tokens in the global batch.
-        squared_lengths: sum of squared document lengths in the global batch, for counting FLOPs.
-        divisor: what the loss of the global batch is divided by: its trained tokens, or its examples.
-        mismatched: this rank's micro-batches of the mismatched documents; the same number on every rank.
-    """
-
-    micro_batches: list[MicroBatch]
-    trained_tokens: int
-    tokens: int
-    squared_lengths: int
-    divisor: int
-    mismatched: list[MicroBatch]
 
 
 class Rows:
@@ -293,7 +216,17 @@ class Rows:
         desirable = None if self.desirable is None else torch.from_numpy(self.desirable[numbers])
         margins = None if self.margins is None else torch.from_numpy(self.margins[numbers])
         labels = torch.from_numpy(of_label)
-        return ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, margins=margins)
+        scored = ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, margins=margins)
+        if not isinstance(self.documents, Rollouts):
+            return scored
+        sampled = np.zeros(micro_batch.slots, dtype=np.float32)
+        for line, in_row in enumerate(members):
+            values = self.documents.log_probs(in_row)
+            sampled[line * width : line * width + len(values)] = values
+        return replace(
+            scored, advantages=torch.from_numpy(self.documents.advantages[numbers]),
+            sampled=torch.from_numpy(sampled[predicted_from + 1]), is_fresh=self.documents.is_fresh,
+        )  # fmt: skip
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:
         """The contents of rows with the given documents."""

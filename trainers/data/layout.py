@@ -89,6 +89,9 @@ class ScoredDocuments:
         desirable: `[documents]` bool, the label of each; None without labels.
         margins: `[documents]` fp32, the margin of the example of each; None without margins.
         kl: fp32 scalar, KL divergence from the initial model over the global batch; None without.
+        advantages: `[documents]` fp32, how much better than others each sampled answer is; None if nothing is sampled.
+        sampled: `[labels]` fp32, log-probability of each label as the sampler computed it; None as above.
+        is_fresh: whether the weights that sampled the answers are those that are trained now.
     """
 
     of_label: torch.Tensor
@@ -99,10 +102,13 @@ class ScoredDocuments:
     desirable: torch.Tensor | None = None
     kl: torch.Tensor | None = None
     margins: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    sampled: torch.Tensor | None = None
+    is_fresh: bool = True
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
-        names = ("of_label", "tokens", "reference", "desirable", "kl", "margins")
+        names = ("of_label", "tokens", "reference", "desirable", "kl", "margins", "advantages", "sampled")
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
                  if tensor is not None}  # fmt: skip

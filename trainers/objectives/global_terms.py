@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainers.data.batches import StepBatch
+from trainers.data.micro_batch import StepBatch
 from trainers.objectives.load_balancing import LoadBalancing, count_routing
 
 

@@ -19,7 +19,7 @@ import torch
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.data.batches import StepBatch
+from trainers.data.micro_batch import StepBatch
 
 # Families whose own forward pass has this loss; tests/unit/objectives/test_load_balancing.py compares each with it.
 FAMILIES = {

@@ -19,8 +19,9 @@ from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRout
 from trainers.objectives.distillation import Head, attach
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import VocabularyShard, scored_log_probs
-from trainers.objectives.objective import DocumentLoss
+from trainers.objectives.objective import DocumentLoss, TokenLoss
 from trainers.objectives.output_head import HeadRule, find_head_rule, scalar_head
+from trainers.objectives.sampling import SampleRequest, sample
 from trainers.objectives.sft import linear_cross_entropy
 
 
@@ -48,7 +49,7 @@ class LossModule(nn.Module):
         model: nn.Module,
         compute: torch.dtype = torch.float32,
         offloads: bool = False,
-        objective: DocumentLoss | None = None,
+        objective: DocumentLoss | TokenLoss | None = None,
     ):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
@@ -106,7 +107,8 @@ class LossModule(nn.Module):
         only_log_probs: bool = False,
         taught: bool = False,
         of_teacher: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        request: SampleRequest | None = None,
+    ) -> Any:
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
 
         A model with a scalar head has a score for each of `positions` in place of the log-probability of its label.
@@ -125,6 +127,7 @@ class LossModule(nn.Module):
             only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
             taught: compute the loss of a distillation, not the supervised one.
             of_teacher: compute the supervised loss of the teacher, for the probe.
+            request: prompts to answer; then nothing else is computed, and the answers are returned.
 
         Returns:
             The summed loss (fp32 scalar), and the number of correctly predicted tokens (int64 scalar; the chunked loss
@@ -134,6 +137,9 @@ class LossModule(nn.Module):
         """
         if of_teacher:
             return self.teacher(input_ids, position_ids, documents, positions, labels, own_forward)
+        if request is not None:
+            with torch.autocast(input_ids.device.type, self.compute, enabled=self.compute != torch.float32):
+                return sample(self.base, request, input_ids.device)
         half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
@@ -225,12 +231,22 @@ class LossModule(nn.Module):
             only_log_probs: which of the two.
             log_probs: `[labels]` of the labels on this rank.
         """
-        summed = log_probs.new_zeros(len(scored.tokens)).index_add(0, scored.of_label, log_probs)
+
+        def on_this_rank(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(len(scored.tokens)).index_add(0, scored.of_label, values)
+
+        def of_documents(values: torch.Tensor) -> torch.Tensor:
+            summed = on_this_rank(values)
+            return summed if self.sum_over_shards is None else self.sum_over_shards(summed)
+
         if only_log_probs:
-            return summed, log_probs.new_zeros(0)
+            return on_this_rank(log_probs), log_probs.new_zeros(0)
         assert self.objective is not None
-        summed = summed if self.sum_over_shards is None else self.sum_over_shards(summed)
-        loss, metrics = self.objective(summed, scored)
+        objective: Any = self.objective
+        if getattr(objective, "of_tokens", False):
+            loss, metrics = objective(log_probs, scored, of_documents)
+        else:
+            loss, metrics = objective(of_documents(log_probs), scored)
         if self.counts_documents:
             return loss, metrics
         return loss - loss.detach(), torch.zeros_like(metrics)

@@ -13,6 +13,7 @@ from trainers.config.options import TrainConfig
 from trainers.data.layout import ScoredDocuments
 from trainers.objectives.cpo import Cpo
 from trainers.objectives.dpo import Dpo
+from trainers.objectives.grpo import Grpo
 from trainers.objectives.kto import Kto
 from trainers.objectives.orpo import Orpo
 from trainers.objectives.reward import Reward
@@ -21,12 +22,14 @@ from trainers.objectives.simpo import Simpo
 DocumentLoss = Callable[[torch.Tensor, ScoredDocuments], tuple[torch.Tensor, torch.Tensor]]
 """Summed loss (a scalar) and summed metrics `[metrics]` of the log-probabilities or scores `[documents]` of a
 micro-batch."""
-_LOSSES: dict[str, Callable[..., DocumentLoss]] = {
-    "dpo": Dpo, "simpo": Simpo, "cpo": Cpo, "orpo": Orpo, "kto": Kto, "reward": Reward,
+TokenLoss = Grpo
+"""The same of the log-probabilities `[labels]`, which it can sum over documents."""
+_LOSSES: dict[str, Callable[..., DocumentLoss | TokenLoss]] = {
+    "dpo": Dpo, "simpo": Simpo, "cpo": Cpo, "orpo": Orpo, "kto": Kto, "reward": Reward, "grpo": Grpo,
 }  # fmt: skip
 
 
-def document_loss(config: TrainConfig) -> DocumentLoss | None:
+def document_loss(config: TrainConfig) -> DocumentLoss | TokenLoss | None:
     """The loss of the config's objective; None if it is a sum over tokens, which is no loss of documents."""
     if config.objective_spec.loss_of != "documents":
         return None

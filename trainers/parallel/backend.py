@@ -14,11 +14,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainers.objectives.sampling import Sampled, SampleRequest
 from trainers.parallel.optimizer import empty_state, state_vectors, write_state_vectors
 from trainers.parallel.shards import WEIGHT, Shard, local_part
 
 if TYPE_CHECKING:
-    from trainers.data.batches import MicroBatch
+    from trainers.data.micro_batch import MicroBatch
     from trainers.parallel.tensor import TensorParallel
 
 Beat = Callable[[str], None]
@@ -158,6 +159,13 @@ class Backend(ABC):
             summed, _ = self.model(**micro_batch.inputs(self.device), only_log_probs=True)
             assert micro_batch.scored is not None
             yield micro_batch.scored.numbers, summed.float().cpu()
+
+    @torch.no_grad()
+    def sample(self, request: SampleRequest) -> Sampled:
+        """Samples answers to this rank's prompts. Collective, if the request is synchronized."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
+        answers: Sampled = self.model(nothing, nothing, None, nothing, nothing, request=request)
+        return answers
 
     def extra_metrics(self, seconds: float) -> dict[str, float]:
         """Metrics specific to this strategy, such as a pipeline's bubble. Collective.

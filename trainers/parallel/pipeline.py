@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 from trainers.config.options import TrainConfig
-from trainers.data.batches import MicroBatch
+from trainers.data.micro_batch import MicroBatch
 from trainers.parallel.backend import Backend, Beat, no_beat
 from trainers.parallel.fill import fill
 from trainers.parallel.norm import global_norm, scale_gradients

@@ -18,7 +18,7 @@ from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
 
 if TYPE_CHECKING:
-    from trainers.data.batches import MicroBatch
+    from trainers.data.micro_batch import MicroBatch
 
 
 class Replicated(Backend):

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainers.config.fields import text_of
 from trainers.config.mistakes import Mistake
-from trainers.config.objective_file import objective_version
+from trainers.config.objective_file import file_version
 from trainers.config.options import TrainConfig
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
 from trainers.run.manifest import read_manifest
@@ -94,12 +94,15 @@ def _is_docstring(node: Any) -> bool:
 
 
 def recorded_versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what a checkpoint records: `versions()`, and the digests of an objective in a file and of a teacher.
+    """Returns what a checkpoint records: `versions()`, and the digests of an objective, rewards and a teacher.
 
     Raises:
         ConfigError: If that file cannot be read.
     """
-    return versions() | objective_version(config.objective) | teacher_version(config)
+    rewards = config.reward_funcs if config.objective_spec.samples else []
+    files = [("objective", config.objective), *(("reward", name) for name in rewards)]
+    digests = {name: digest for file in files for name, digest in file_version(*file).items()}
+    return versions() | digests | teacher_version(config)
 
 
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:

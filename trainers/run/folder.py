@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, OBJECTIVE, START, RunRecord, refuse_irregular
+from trainers.run.record import CHAT_TEMPLATE, OBJECTIVE, ROLLOUTS, START, RunRecord, refuse_irregular
 
 __all__ = [
     "Process",
@@ -171,6 +171,7 @@ class RunFolder:
         self.chat_template = self.path / CHAT_TEMPLATE
         self.objective = self.path / OBJECTIVE
         self.start = self.path / START
+        self.rollouts = self.path / ROLLOUTS
         self.scheduler = self.path / "scheduler.json"
         self.ray = self.path / "ray.json"
         self.sweep = self.path / "sweep.json"

@@ -17,8 +17,9 @@ from typing import NoReturn
 
 import psutil
 
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.options import TrainConfig
 from trainers.config.parse import dump_yaml
 from trainers.run import torchrun
 from trainers.run.folder import Process, RunFolder, new_run_id, write_atomic

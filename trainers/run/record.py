@@ -31,9 +31,12 @@ FILES = frozenset({
     "sweep.json", RECORD, OBJECTIVE,
 })  # fmt: skip
 """The files that every run may write."""
-FOLDERS = ("heartbeat", "checkpoints")
+ROLLOUTS = "rollouts"
+"""Holds the newest answers that were sampled, one file per step."""
+FOLDERS = ("heartbeat", "checkpoints", ROLLOUTS)
 MAX_BYTES = 10_000_000
 _HEARTBEAT = re.compile(r"rank-\d+\.json|machine-\d+\.(json|lock)|out-of-memory\.json")
+_ROLLOUT = re.compile(r"step-\d+\.json")
 _CHECKPOINT = re.compile(r"(bad-|later-)?step-\d{8}")
 _UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+")
 _CHECKPOINT_FILE = re.compile(r"rank-\d{5}\.safetensors|manifest\.json")
@@ -182,6 +185,8 @@ def _is_fixed(path: PurePath) -> bool:
         return original in FILES
     if top == "heartbeat":
         return len(path.parts) == 2 and bool(_HEARTBEAT.fullmatch(original))
+    if top == ROLLOUTS:
+        return len(path.parts) == 2 and bool(_ROLLOUT.fullmatch(original))
     if top != "checkpoints":
         return False
     if _UNFINISHED.fullmatch(path.parts[1]):

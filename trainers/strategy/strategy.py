@@ -27,6 +27,7 @@ from trainers.strategy.accelerate_schema import AccelerateConfig
 from trainers.strategy.deepspeed_rules import SOURCE, leaves_parity, output_paths, read_json
 from trainers.strategy.deepspeed_schema import QUANTIZED, DeepSpeedJson
 from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted, size_option
+from trainers.strategy.objective_refusal import objective_refusal
 from trainers.strategy.pipeline_schedules import SCHEDULES, micro_batch_mistake
 from trainers.strategy.schema import MAX_PROCESSES, ignored_keys
 
@@ -363,10 +364,8 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
-    spec, why = config.objective_spec, "pipelines sum over tokens"
-    if (strategy.sizes.pp > 1 and spec.loss_of == "documents") or (divides and spec.teacher):
-        why = "the teacher is not split so" if spec.teacher else why
-        return f"objective={config.objective} with {strategy.sizes}: {why}; use fsdp2, for instance"
+    if reason := objective_refusal(strategy.sizes, config):
+        return reason
     if config.method == "qlora" and divides:
         return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
     if config.ddp_comm_hook != "none" and divides:

@@ -25,6 +25,7 @@ from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
+from trainers.data.rollouts import check_prompts
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.run.compatibility import checkpoint_to_resume, versions
@@ -91,6 +92,8 @@ def check(
     scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     check_last_tokens(config, [train, evaluation])
+    if config.objective_spec.samples:
+        check_prompts(config, [train, evaluation])
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
@@ -126,6 +129,8 @@ def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = F
     """Rows of the data: packed, or one example each."""
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
     spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
+    if spec.samples:  # a row is a prompt; its answers are packed once they are sampled
+        return Rows(documents, config.row_tokens, packing=False, shard=shard, objective=spec)
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
     return Rows(
         documents, *layout, documents.desirable if spec.labelled else None, mismatched, _margins(spec, documents)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from app.services.allowed_paths import path_mistakes
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError
-from trainers.config.objective_file import file_spec, objective_version, short_name, split_objective
+from trainers.config.objective_file import file_spec, file_version, short_name, split_objective
 from trainers.config.objectives import OBJECTIVES
-from trainers.config.options import absolute_paths
 from trainers.config.validation import build
 from trainers.run.compatibility import plain, recorded_versions, refusals
 
@@ -103,7 +103,7 @@ def test_what_is_no_text_or_no_file_is_refused(tmp_path: Path) -> None:
     [
         (
             "dop",
-            "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', 'distill', 'reward', "
+            "is not a valid value; use 'sft', 'dpo', 'simpo', 'cpo', 'orpo', 'kto', 'distill', 'reward', 'grpo', "
             "or path.py:Name",
         ),
         ("nowhere/margin.py:Margin", "cannot be read: No such file or directory; check the path"),
@@ -137,4 +137,4 @@ def test_a_resume_with_another_file_is_refused(margin: str, monkeypatch: pytest.
     (change,) = refusals(saved, plain(resolved), recorded_versions(resolved))
     assert "the objective margin.py is " in str(change)
     assert refusals(saved, plain(resolved), recorded_versions(resolved), force=True) == []
-    assert objective_version("dpo") == {}
+    assert file_version("objective", "dpo") == {}

@@ -228,3 +228,13 @@ def test_too_few_gpus_are_a_row_that_was_not_run(monkeypatch: pytest.MonkeyPatch
     assert made.rows[0].job is not None
     assert made.rows[1].job is None
     assert "needs 2 GPUs and has 1" in str(made.rows[1].reason)
+
+
+def test_rows_of_several_ranks_replay_the_answers_of_the_reference() -> None:
+    made = plan("tiny-full", "--objective", "grpo", "--strategies", "single,ddp,tp", "--num_generations", "2",
+                "--max_completion_length", "64")  # fmt: skip
+    folder = str(made.folder / "reference" / "rollouts")
+    assert [row.job.config.recorded_answers for row in made.rows if row.job] == [None, folder, folder]
+    assert made.reference.config.recorded_answers is None
+    other = plan("tiny-full", "--strategies", "ddp")
+    assert [row.job.config.recorded_answers for row in other.rows if row.job] == [None]

@@ -35,8 +35,9 @@ from app.services.form import (
 from app.services.starting_values import differences, starting_values
 from tests.made_runs import made_run
 from trainers.config.fields import fields, text_of
+from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.options import TrainConfig, absolute_paths
+from trainers.config.options import TrainConfig
 from trainers.config.parse import dump_yaml, parse_request
 from trainers.embedded import BASE_DIR
 from trainers.run.folder import RunFolder, register

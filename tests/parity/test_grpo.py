@@ -1,0 +1,262 @@
+"""GRPO keeps the promises: on recorded answers against plain PyTorch and TRL, and with its own sampler.
+
+Under another strategy a rounding can flip a sampled token, so parity between strategies is held on recorded answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
+
+from tests.launching import Finished, launch_well
+from tests.parity import plain
+from tests.parity.checks import equal_after_resume, same_bits
+from tests.parity.runs import STEPS, config, curve, mostly_long, options, run
+from tests.parity.test_objectives import STRATEGIES, plain_curve
+from tests.shared import once
+from trainers.config.options import TrainConfig
+from trainers.data.batches import TrainPlan
+from trainers.embedded import BASE_DIR
+from trainers.strategy.strategy import load_strategy
+
+GROUP, MOST_TOKENS, EPSILON = 4, 40, 0.1
+KINDS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+REWARD = '''
+from difflib import SequenceMatcher
+
+def likeness(completions, answer):
+    """Answers are seldom right at first: how much of the right one they have differs between any two."""
+    return [SequenceMatcher(None, text, wanted).ratio() for text, wanted in zip(completions, answer)]
+'''
+
+
+def grpo_options(**changes: Any) -> dict[str, Any]:
+    """What these runs change in those of the other parity tests."""
+    reward = once("grpo-reward", lambda folder: (folder / "reward.py").write_text(REWARD) and None) / "reward.py"
+    return {
+        "objective": "grpo", "reward_funcs": f"{reward}:likeness", "num_generations": GROUP,
+        "max_completion_length": MOST_TOKENS, "global_batch_size": 4, "per_device_train_batch_size": 1,
+        "learning_rate": 1e-4, "max_train_samples": 61, "max_eval_samples": 9, "epsilon": EPSILON,
+        **changes,
+    }  # fmt: skip
+
+
+def grpo(name: str, method: str = "full", packing: bool = True, again: int = 0, **changes: Any) -> Finished:
+    """A run under a strategy, with as many processes as its file says."""
+    processes = load_strategy(name).num_processes
+    return run(processes, method, packing, name, again, **grpo_options(**changes))
+
+
+def recorded() -> Path:
+    """The answers of a run with one process."""
+    return grpo("single").run.rollouts
+
+
+def replayed(**changes: Any) -> dict[str, Any]:
+    """Options of a run on recorded answers; its rate is higher, so that its ratios leave 1 and some are clipped."""
+    return {"recorded_answers": str(recorded()), "learning_rate": 3e-4, **changes}
+
+
+def read(step: int, folder: Path | None = None) -> dict[str, Any]:
+    """The recorded answers of a step, from 0."""
+    values: dict[str, Any] = json.loads(((folder or recorded()) / f"step-{step + 1}.json").read_text())
+    return values
+
+
+# -- against plain PyTorch ---------------------------------------------------------------------------------------------
+
+
+def advantages(rewards: list[float], kind: str) -> torch.Tensor:
+    """By the papers' formulas."""
+    groups = torch.tensor(rewards, dtype=torch.float64).view(-1, GROUP)
+    if kind == "rloo":
+        others = (groups.sum(1, keepdim=True) - groups) / (GROUP - 1)
+        return (groups - others).flatten().float()
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred if kind == "dr_grpo" else centred / (groups.std(1, keepdim=True) + 1e-4)).flatten().float()
+
+
+def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
+    """GRPO on recorded answers in a page, each answer alone.
+
+    Args:
+        settings: options of the run.
+        wrong: control: `signs` of the advantages are reversed, or nothing is `unclipped`.
+    """
+    kind, steps_taken = settings.objective_options()["loss_type"], iter(range(STEPS))
+    low, high = (0.0, 100.0) if wrong == "unclipped" else (1 - EPSILON, 1 + EPSILON)
+
+    def mean_loss(plan: TrainPlan, model: nn.Module, initial: nn.Module, members: np.ndarray) -> torch.Tensor:
+        step = read(next(steps_taken))
+        assert step["prompts"] == members.repeat(GROUP).tolist()
+        losses, total = [], sum(map(len, step["answers"]))
+        for number, answer, before, advantage in zip(
+            step["prompts"], step["answers"], step["log_probs"], advantages(step["rewards"], kind), strict=True
+        ):
+            tokens, mask = plan.rows.documents.document(number)
+            prompt = tokens[: int(mask.argmax())].tolist()
+            ids = torch.tensor([prompt + answer])
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            log_probs = -functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="none")
+            change = log_probs - torch.tensor(before)
+            if kind in ("gspo", "rloo"):
+                change = change.sum() / (len(answer) if kind == "gspo" else 1)
+            ratio, signed = change.exp(), -advantage if wrong == "signs" else advantage
+            loss = -torch.minimum(ratio * signed, ratio.clamp(low, high) * signed)
+            weights = {"grpo": 1 / len(answer), "dr_grpo": 1 / MOST_TOKENS, "dapo": len(step["answers"]) / total}
+            losses.append(loss.sum() * weights.get(kind, 1.0))
+        return torch.stack(losses).mean()
+
+    return plain_curve(settings, mean_loss)
+
+
+@functools.cache
+def wanted(method: str, kind: str) -> plain.Curve:
+    """The curve of the plain page."""
+
+    def train(folder: Path) -> None:
+        settings = config(method, True, **grpo_options(**replayed(loss_type=kind)))
+        (folder / "curve.json").write_text(json.dumps(asdict(plain_grpo(settings))))
+
+    return plain.Curve(**json.loads((once(f"plain-grpo-{method}-{kind}", train) / "curve.json").read_text()))
+
+
+@pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["fsdp2", "sp"]))
+def test_p2_on_recorded_answers(name: str) -> None:
+    finished = grpo(name, **replayed())
+    assert curve(finished).agrees(wanted("full", "grpo"))
+    assert sum(share > 0.01 for share in finished.series("clip_ratio")) > STEPS / 4  # clipping is not idle
+
+
+@pytest.mark.parametrize("kind", mostly_long(KINDS[1:], ["gspo"]))
+def test_each_form_of_the_loss(kind: str) -> None:
+    assert curve(grpo("single", **replayed(loss_type=kind))).agrees(wanted("full", kind))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "kind"), [("cp", "gspo"), ("sp", "rloo"), ("zero3", "dapo"), ("hsdp", "dr_grpo")])
+def test_forms_of_the_loss_under_strategies(name: str, kind: str) -> None:
+    assert curve(grpo(name, **replayed(loss_type=kind))).agrees(wanted("full", kind))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["single", "ddp", "zero3"])
+def test_p2_with_adapters(name: str) -> None:
+    assert curve(grpo(name, "lora", **replayed())).agrees(wanted("lora", "grpo"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 4])
+def test_micro_batches_change_nothing(size: int) -> None:
+    assert curve(grpo("single", **replayed(per_device_train_batch_size=size))).agrees(wanted("full", "grpo"))
+
+
+@pytest.mark.parametrize("wrong", mostly_long(["signs", "unclipped"], ["unclipped"]))
+def test_what_is_wrong_does_not_agree(wrong: str) -> None:
+    settings = config("full", True, **grpo_options(**replayed()))
+    assert not plain_grpo(settings, wrong).agrees(wanted("full", "grpo"))
+
+
+# -- with the sampler --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp1", "fsdp2", "hsdp", "zero2", "zero3"], ["fsdp2"]))
+def test_every_data_parallel_strategy_samples_the_same(name: str) -> None:
+    """The initial weights are equal, and so are the random numbers; a rounding may flip a token."""
+    single, sharded = read(0), read(0, grpo(name).run.rollouts)
+    pairs = list(zip(single["answers"], sharded["answers"], strict=True))
+    assert sum(a == b for a, b in pairs) >= 0.9 * len(pairs)
+    assert len({tuple(answer) for answer in single["answers"]}) > len(pairs) / 2  # control: not all alike
+    assert max(grpo(name).series("sampler_difference")) < 1e-4
+
+
+def test_p1_a_resumed_run_samples_the_same_answers_bit_for_bit(tmp_path: Path) -> None:
+    undisturbed = grpo("single")
+    again = {**options("full", True, **grpo_options()), "resume_from_checkpoint": undisturbed.checkpoints[0]}
+    resumed = launch_well(tmp_path / "again", 1, again, strategy="single")
+    assert equal_after_resume(undisturbed, resumed)
+    assert read(STEPS - 1) == read(STEPS - 1, resumed.run.rollouts)
+    assert read(STEPS - 1)["answers"] != read(STEPS - 2)["answers"]
+
+
+@pytest.mark.long
+def test_p0_rerun_is_the_same_bit_for_bit() -> None:
+    assert same_bits(grpo("fsdp2"), grpo("fsdp2", again=1))
+
+
+def test_rewards_rise() -> None:
+    rewards = grpo("single").series("reward")
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.02
+    assert grpo("single").series("eval_reward")[-1] > 0
+
+
+# -- against TRL -------------------------------------------------------------------------------------------------------
+
+
+class Recorded(GRPOTrainer):
+    """Trains on recorded answers."""
+
+    def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
+        step = read(self.state.global_step)
+        prompts = [self.documents[number] for number in step["prompts"]]
+        width, most = max(map(len, prompts)), max(map(len, step["answers"]))
+        left = [[0] * (width - len(prompt)) for prompt in prompts]
+        right = [[0] * (most - len(answer)) for answer in step["answers"]]
+
+        def padded(rows: list[list[Any]], ends: list[list[int]], before: bool) -> torch.Tensor:
+            return torch.tensor([end + row if before else row + end for row, end in zip(rows, ends, strict=True)])
+
+        return {
+            "prompt_ids": padded(prompts, left, True),
+            "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], left, True),
+            "completion_ids": padded(step["answers"], right, False),
+            "completion_mask": padded([[1] * len(answer) for answer in step["answers"]], right, False),
+            "old_per_token_logps": padded(step["log_probs"], right, False),
+            "advantages": advantages(step["rewards"], self.kind),
+            "num_items_in_batch": torch.tensor(sum(map(len, step["answers"]))),
+        }
+
+
+def trl_curve(folder: Path, kind: str) -> plain.Curve:
+    """Loss and gradient norm of TRL's trainer, whose micro-batch is the global batch."""
+    settings = config("full", True, **grpo_options(**replayed()))
+    count = settings.global_batch_size * GROUP
+    arguments = GRPOConfig(
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=count, num_generations=GROUP,
+        learning_rate=settings.learning_rate, lr_scheduler_type="cosine", weight_decay=settings.weight_decay,
+        max_grad_norm=settings.max_grad_norm, logging_steps=1, logging_nan_inf_filter=False, save_strategy="no",
+        report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, beta=0.0,
+        epsilon=EPSILON, max_completion_length=MOST_TOKENS, loss_type="grpo" if kind == "gspo" else kind,
+        importance_sampling_level="sequence" if kind == "gspo" else "token", disable_dropout=True,
+    )  # fmt: skip
+    trainer = Recorded(
+        AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32), lambda **more: [0.0], arguments,
+        train_dataset=Dataset.from_list([{"prompt": "x"}] * count),
+        processing_class=AutoTokenizer.from_pretrained(BASE_DIR),
+    )  # fmt: skip
+    from trainers.data.prepare import prepare
+    from trainers.data.rollouts import prompt_of
+
+    data = prepare(settings, "train")
+    trainer.documents = [prompt_of(data, number).tokens.tolist() for number in range(len(data))]
+    trainer.kind = kind
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "grad_norm" in row]
+    return plain.Curve([row["loss"] for row in logged], [row["grad_norm"] for row in logged])
+
+
+@pytest.mark.parametrize("kind", mostly_long(["grpo", "dr_grpo", "dapo", "gspo"], ["grpo"]))
+def test_losses_and_gradient_norms_equal_those_of_trl(kind: str, tmp_path: Path) -> None:
+    assert curve(grpo("single", **replayed(loss_type=kind))).agrees(trl_curve(tmp_path, kind))

@@ -1,0 +1,103 @@
+"""Prompts of a data set, recorded answers, and advantages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.validation import build
+from trainers.data.prepare import prepare
+from trainers.data.rollouts import RecordedStep, Rollouts, check_prompts, prompt_of
+from trainers.data.tokenizer import load_tokenizer
+from trainers.rollouts import advantages
+
+CHAT = [
+    {"role": "user", "content": "One?"},
+    {"role": "assistant", "content": "First."},
+    {"role": "user", "content": "Two?"},
+    {"role": "assistant", "content": "Second."},
+]
+
+
+def config_of(folder: Path, *rows: object, **changes: object):  # type: ignore[no-untyped-def]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return build({"model_name_or_path": "embedded", "dataset_name": str(folder / "rows.jsonl"), "objective": "grpo",
+                  "max_length": 96, "max_completion_length": 32, "cache_dir": str(folder), **changes})  # fmt: skip
+
+
+def test_a_prompt_ends_before_the_last_answer(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"messages": CHAT})
+    tokenizer, data = load_tokenizer(config), prepare(config, "train")
+    prompt = prompt_of(data, 0)
+    text = tokenizer.decode(prompt.tokens)
+    assert "First." in text
+    assert "Two?" in text
+    assert "Second." not in text
+    assert tokenizer.decode(prompt.answer, skip_special_tokens=True).strip() == "Second."
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "changes", "sentence"),
+    [
+        (30, 1, {}, "rows.jsonl:1: has a prompt of"),
+        (5, 90, {}, "1 rows are longer than max_length=96, and rewards would compare with half an answer"),
+        (5, 1, {}, ""),
+        (30, 1, {"max_completion_length": 8}, ""),
+    ],
+)
+def test_prompts_without_room_are_refused(
+    asked: int, answered: int, changes: dict[str, int], sentence: str, tmp_path: Path
+) -> None:
+    row = [{"role": "user", "content": "x " * asked}, {"role": "assistant", "content": "y " * answered}]
+    config = config_of(tmp_path, {"messages": row}, **changes)
+    data = prepare(config, "train")
+    if not sentence:
+        check_prompts(config, [data, None])
+        return
+    with pytest.raises(ConfigError, match=sentence):
+        check_prompts(config, [data, None])
+
+
+def test_a_row_that_is_all_answer_has_no_prompt(tmp_path: Path) -> None:
+    config = config_of(tmp_path, {"messages": CHAT})
+    data = prepare(config, "train")
+    check_prompts(config, [data])
+    data._mask = np.ones_like(data._mask)
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: has no prompt to answer"):
+        check_prompts(config, [data])
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("dr_grpo", [1.0, -1.0, 0.0, 0.0]),
+        ("rloo", [2.0, -2.0, 0.0, 0.0]),
+        ("grpo", [2**-0.5, -(2**-0.5), 0.0, 0.0]),
+    ],
+)
+def test_advantages_are_those_within_a_group(kind: str, wanted: list[float]) -> None:
+    assert advantages(np.array([3.0, 1.0, 5.0, 5.0]), 2, kind) == pytest.approx(wanted, abs=1e-4)
+
+
+def test_answers_become_documents() -> None:
+    prompts, answers = [np.array([1, 2, 3]), np.array([4])], [np.array([5, 6]), np.array([7])]
+    log_probs = [np.array([-1.0, -2.0]), np.array([-3.0])]
+    documents = Rollouts(prompts, answers, log_probs, np.array([0.5, -0.5]), np.array([True, False]), True)
+    tokens, mask = documents.gather(np.array([1, 0]))
+    assert tokens.tolist() == [4, 7, 1, 2, 3, 5, 6]
+    assert mask.tolist() == [False, False, False, False, False, True, True]  # the second is not trained
+    assert documents.log_probs(np.array([0, 1])).tolist() == [0, 0, 0, -1, -2, 0, -3]
+    assert documents.trained.tolist() == [2, 0]
+
+
+def test_recorded_steps_come_back_and_others_are_refused() -> None:
+    step = RecordedStep([3], [[1, 2]], [[-0.25, -1.5]], [True], [1.0], {"exact_match": [1.0]}, [["a", "b"]])
+    assert RecordedStep.from_json(step.to_json(step=4)) == step
+    with pytest.raises(ValueError, match="no sampled answers"):
+        RecordedStep.from_json("[1]")
+    with pytest.raises(ValueError, match="differ in length"):
+        RecordedStep.from_json(step.to_json().replace("[-0.25, -1.5]", "[-0.25]"))

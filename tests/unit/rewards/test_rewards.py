@@ -1,0 +1,149 @@
+"""Rewards: what ships, and functions of one's own in a process with limits."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.reward_file import reward_mistakes
+from trainers.config.validation import build
+from trainers.rewards.functions import exact_match, math_verify
+from trainers.rewards.process import RewardProcess
+from trainers.run.compatibility import recorded_versions
+from trainers.run.errors import TrainingError
+
+GRPO = {"model_name_or_path": "embedded", "dataset_name": "embedded", "objective": "grpo"}
+
+
+def write(folder: Path, body: str) -> str:
+    """A reward `f` in a file of its own; its value for the option."""
+    (folder / "reward.py").write_text(body)
+    return f"{folder / 'reward.py'}:f"
+
+
+def rewards(name: str, timeout: float = 60, answers: tuple[str, ...] = ("yes", "no")) -> list[float]:
+    process = RewardProcess([name], timeout)
+    try:
+        return process.compute(["Is it?"] * len(answers), answers, ["yes"] * len(answers))[name]
+    finally:
+        process.close()
+
+
+def test_exact_match_ignores_space_around_alone() -> None:
+    assert exact_match([" yes\n", "yes!", "y es"], ["yes"] * 3) == [1.0, 0.0, 0.0]
+
+
+def test_equal_expressions_match() -> None:
+    texts = ["It is $\\frac{1}{2}$.", "The answer is \\boxed{0.5}", "\\boxed{2}", "I do not know"]
+    assert math_verify(texts, ["$1/2$"] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_function_gets_what_it_names(tmp_path: Path) -> None:
+    name = write(tmp_path, "def f(completions, answer):\n    return [a == b for a, b in zip(completions, answer)]\n")
+    assert rewards(name) == [1.0, 0.0]
+    name = write(tmp_path, "def f(**all):\n    return [len(all)] * len(all['prompts'])\n")
+    assert rewards(name) == [3.0, 3.0]
+
+
+def test_a_process_answers_again_and_keeps_its_modules(tmp_path: Path) -> None:
+    name = write(tmp_path, "calls = []\ndef f(completions):\n    calls.append(1)\n    return [len(calls)] * 2\n")
+    process = RewardProcess([name, "exact_match"], 60)
+    for count in (1.0, 2.0):
+        got = process.compute(["a", "b"], ["yes", "no"], ["yes", "yes"])
+        assert got == {name: [count, count], "exact_match": [1.0, 0.0]}
+    process.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("def f(completions):\n    return [1.0]\n", "it gave 1 rewards for 2 answers"),
+        ("def f(completions):\n    return [1.0, float('nan')]\n", "it gave 'nan', which is not a finite number"),
+        ("def f(completions):\n    return [1.0, None]\n", "it gave 'None', which is not a finite number"),
+        ("def f(completions):\n    raise KeyError('x')\n", "KeyError: 'x'"),
+        ("def f(completions):\n    raise SystemExit(3)\n", "SystemExit: 3"),
+        ("import absent_module\ndef f(completions):\n    return [1, 1]\n", "No module named 'absent_module'"),
+        ("import os\ndef f(completions):\n    os._exit(7)\n", "the process of the rewards"),
+        ("def f(completions):\n    return [len(bytearray(2**34)), 1]\n", "MemoryError"),
+        ("def f(completions):\n    print('noise')\n    return 'ab'\n", "it gave 'a', which is not a finite number"),
+    ],
+)
+def test_what_gives_no_numbers_ends_the_run_with_its_name(body: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught:
+        rewards(write(tmp_path, body))
+    assert sentence in str(caught.value)
+    assert "reward.py:f" in str(caught.value)
+
+
+def test_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    name = write(tmp_path, "import time\ndef f(completions):\n    time.sleep(600)\n")
+    with pytest.raises(TrainingError, match="reward_timeout=3 s"):
+        rewards(name, timeout=3)
+
+
+def test_secrets_stay_out_of_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("MY_PASSWORD", "secret")
+    out = tmp_path / "environment.json"
+    body = "import json, os\ndef f(completions):\n    json.dump(dict(os.environ), open({!r}, 'w'))\n    return [0, 0]\n"
+    rewards(write(tmp_path, body.format(str(out))))
+    seen = json.loads(out.read_text())
+    assert "secret" not in str(seen)
+    assert seen["PATH"] == os.environ["PATH"]
+
+
+# -- before the start --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("def g():\n    pass\n", "has no function f; its functions are g"),
+        ("f = 1\n", "has no function f; its functions are none"),
+        ("def f(:\n", "is no Python"),
+    ],
+)
+def test_a_file_without_the_function_is_refused(body: str, sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build({**GRPO, "reward_funcs": write(tmp_path, body)})
+
+
+def test_a_file_is_not_run_before_the_start(tmp_path: Path) -> None:
+    name = write(tmp_path, f"open({str(tmp_path / 'ran')!r}, 'w')\ndef f():\n    pass\n")
+    config = build({**GRPO, "reward_funcs": name})
+    assert not (tmp_path / "ran").exists()
+    before = recorded_versions(config)
+    assert [key for key in before if key == "the reward reward.py"]
+    write(tmp_path, "def f():\n    pass\n")
+    assert recorded_versions(config) != before
+    assert "the reward reward.py" not in recorded_versions(config.model_copy(update={"objective": "dpo"}))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.py")
+    assert "is not a regular file" in str(reward_mistakes([f"{tmp_path / 'pipe.py'}:f"])[0])
+    assert "cannot be read" in str(reward_mistakes([f"{tmp_path / 'absent.py'}:f"])[0])
+    assert reward_mistakes(["exact_match", "math_verify"]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"reward_funcs": "exact"}, "'exact' is no reward"),
+        ({"reward_funcs": "exact_match,exact_match"}, "a reward is named twice"),
+        ({"reward_weights": "1,2"}, "2 weights for 1 rewards"),
+        ({"max_completion_length": 1024}, "leaves no room for a prompt"),
+        ({"torch_compile": True}, "compiled layers do not sample"),
+        ({"overlong": "split"}, "half an answer"),
+        ({"loss_type": "sigmoid"}, "use grpo, dr_grpo, dapo, gspo, rloo"),
+        ({"num_generations": 1}, "greater than or equal to 2"),
+        ({"dataset_format": "text"}, "takes chat"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        build({**GRPO, **changes})

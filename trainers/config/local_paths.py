@@ -1,0 +1,35 @@
+"""Local paths in a config. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trainers.config.objective_file import split_objective
+from trainers.config.options import EMBEDDED, TrainConfig
+
+
+def absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Returns the config with local paths made absolute, so that a saved config works from any folder."""
+    names = (
+        "model_name_or_path", "teacher", "dataset_name", "eval_dataset_name", "chat_template", "recorded_answers",
+    )  # fmt: skip
+    local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
+    absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
+    if parts := split_objective(config.objective):
+        absolute["objective"] = f"{parts[0].absolute()}:{parts[1]}"
+    rewards = [
+        f"{parts[0].absolute()}:{parts[1]}" if (parts := split_objective(name)) else name
+        for name in config.reward_funcs
+    ]
+    return config.model_copy(update={**absolute, "reward_funcs": rewards})
+
+
+def is_local(value: str) -> bool:
+    """Returns whether the value is a local path: it exists, or is a glob pattern."""
+    path = Path(os.path.expanduser(value))
+    try:
+        there = path.exists()
+    except OSError:  # e.g. a name of 300 letters
+        there = False
+    return there or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))

@@ -1,0 +1,160 @@
+"""Prompts of a data set, and the answers that were sampled for them as documents in memory. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.data.cache import TokenSet
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is to answer.
+
+    Args:
+        tokens: token ids before the last answer of a document.
+        answer: token ids of that answer in the data, to which rewards may compare.
+    """
+
+    tokens: np.ndarray
+    answer: np.ndarray
+
+
+def prompt_of(documents: TokenSet, index: int) -> Prompt:
+    """The prompt of a document: all that stands before its last answer."""
+    tokens, mask = documents.document(index)
+    end = len(mask) - int(np.argmax(mask[::-1]))
+    before = np.flatnonzero(~mask[:end])
+    start = int(before[-1]) + 1 if len(before) else 0
+    return Prompt(tokens[:start], tokens[start:end])
+
+
+def check_prompts(config: TrainConfig, splits: Sequence[TokenSet | None]) -> None:
+    """Checks that each prompt leaves room for an answer.
+
+    Args:
+        config: the run's config, whose objective samples.
+        splits: training and evaluation data.
+
+    Raises:
+        ConfigError: if a row was cut, has no prompt, or has one that is too long.
+    """
+    room, option = config.max_length - config.max_completion_length, config.max_completion_length
+    for documents in splits:
+        if documents is None:
+            continue
+        if documents.report.truncated:
+            raise ConfigError(
+                f"{documents.report.dataset}: {documents.report.truncated:,} rows are longer than "
+                f"max_length={config.max_length}, and rewards would compare with half an answer; raise max_length, or "
+                "set overlong=drop"
+            )
+        for index in range(len(documents)):
+            length = len(prompt_of(documents, index).tokens)
+            if 0 < length <= room:
+                continue
+            problem = f"has a prompt of {length:,} tokens, and max_completion_length={option} leaves {room:,} of "
+            problem += f"max_length={config.max_length}; raise max_length" if length else ""
+            raise ConfigError(f"{documents.where(index)}: {problem if length else 'has no prompt to answer'}")
+
+
+class Rollouts:
+    """The answers of a step as documents, each after its prompt.
+
+    Args:
+        prompts: token ids of the prompt of each answer.
+        answers: token ids of each answer.
+        log_probs: fp32 log-probability of each token of each answer, as the sampler computed it.
+        advantages: `[answers]` how much better than the others of its prompt each answer is.
+        counts: `[answers]` bool, whether each answer is trained; the others only count in the divisor.
+        is_fresh: whether the weights that sampled them are those that are trained now.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[np.ndarray],
+        answers: Sequence[np.ndarray],
+        log_probs: Sequence[np.ndarray],
+        advantages: np.ndarray,
+        counts: np.ndarray,
+        is_fresh: bool,
+    ):
+        self.advantages, self.is_fresh = advantages.astype(np.float32), is_fresh
+        self._tokens = [np.concatenate(pair).astype(np.int32) for pair in zip(prompts, answers, strict=True)]
+        trained = [len(answer) * count for answer, count in zip(answers, counts.tolist(), strict=True)]
+        self._masks = [np.arange(len(tokens)) >= len(tokens) - count
+                       for tokens, count in zip(self._tokens, trained, strict=True)]  # fmt: skip
+        self._log_probs = [np.concatenate([np.zeros(len(prompt)), values]).astype(np.float32)
+                           for prompt, values in zip(prompts, log_probs, strict=True)]  # fmt: skip
+        self.lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
+        self.trained = np.array(trained, dtype=np.int64)
+        self.fingerprint = hashlib.sha256(np.concatenate(self._tokens).tobytes()).hexdigest()
+
+    def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids and the mask of trained tokens of one document."""
+        return self._tokens[index], self._masks[index]
+
+    def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The same for several documents, concatenated."""
+        chosen = indices.tolist()
+        tokens = np.concatenate([self._tokens[index] for index in chosen])
+        return tokens, np.concatenate([self._masks[index] for index in chosen])
+
+    def log_probs(self, indices: np.ndarray) -> np.ndarray:
+        """Log-probabilities of the tokens of several documents, concatenated; 0 for those of prompts."""
+        return np.concatenate([self._log_probs[index] for index in indices.tolist()])
+
+    def where(self, index: int) -> str:
+        """What to call an answer."""
+        return f"answer {index}"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """The answers of one step as the run folder holds them.
+
+    Args:
+        prompts: number of the document that each answer belongs to.
+        answers: token ids of each answer.
+        log_probs: log-probability of each of those tokens.
+        ended: whether each answer came to its end.
+        rewards: weighted sum of the rewards of each answer.
+        by_function: rewards of each function.
+        texts: prompt and answer as text, for readers.
+    """
+
+    prompts: list[int]
+    answers: list[list[int]]
+    log_probs: list[list[float]]
+    ended: list[bool]
+    rewards: list[float]
+    by_function: dict[str, list[float]]
+    texts: list[list[str]]
+
+    def to_json(self, **more: Any) -> str:
+        """The step as JSON."""
+        return json.dumps({**more, **self.__dict__}, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> RecordedStep:
+        """The step of a file.
+
+        Raises:
+            ValueError: if it is none.
+        """
+        values = json.loads(text)
+        if not isinstance(values, dict) or not cls.__dataclass_fields__.keys() <= values.keys():
+            raise ValueError("it holds no sampled answers")
+        step = cls(**{name: values[name] for name in cls.__dataclass_fields__})
+        counts = {len(part) for part in (step.prompts, step.answers, step.log_probs, step.ended, step.rewards)}
+        if len(counts) != 1 or any(len(a) != len(b) for a, b in zip(step.answers, step.log_probs, strict=True)):
+            raise ValueError("its lists differ in length")
+        return step

@@ -1,0 +1,145 @@
+"""Answers sampled from the model that is trained, inside the module that the strategy wraps.
+
+There FSDP and ZeRO 3 gather the weights for each token as they do in training, so every data-parallel strategy samples
+with transformers' `generate`. Each answer has its own random numbers: which rank samples it, beside which others,
+changes nothing but rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+_SEED = 2402_03300
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What a rank samples in one forward pass.
+
+    Args:
+        prompts: token ids of each prompt; as many on every rank.
+        uniforms: `[prompts, most tokens]` in [0, 1), a random number for each token of each answer; None for the most
+            likely tokens.
+        most_tokens: tokens of an answer, at most.
+        stops: token ids that end an answer.
+        pad: token id for padding.
+        synchronized: whether other ranks sample at the same time, and take part in each other's forward passes.
+    """
+
+    prompts: Sequence[np.ndarray]
+    uniforms: np.ndarray | None
+    most_tokens: int
+    stops: Sequence[int]
+    pad: int
+    synchronized: bool
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Answers to the prompts of a `SampleRequest`, in host memory.
+
+    Args:
+        tokens: token ids of each answer, the one that ends it included.
+        log_probs: fp32 log-probability of each of these tokens, as the sampler computed it.
+        ended: whether each answer came to its end.
+    """
+
+    tokens: list[np.ndarray]
+    log_probs: list[np.ndarray]
+    ended: list[bool]
+
+
+def uniforms(seed: int, step: int, answers: np.ndarray, most_tokens: int) -> np.ndarray:
+    """`[answers, most_tokens]` fp64 random numbers in [0, 1): a pure function of its arguments.
+
+    Args:
+        seed: seed of the run.
+        step: step of the run.
+        answers: number of each answer in the step.
+        most_tokens: tokens of an answer, at most.
+    """
+    generators = (np.random.Generator(np.random.Philox(np.random.SeedSequence([_SEED, seed, step, int(answer)])))
+                  for answer in answers)  # fmt: skip
+    return np.stack([generator.random(most_tokens) for generator in generators])
+
+
+class _Choose(LogitsProcessor):
+    """Leaves only the chosen token possible, so that greedy search takes it; keeps its log-probability.
+
+    A token is chosen by inversion: the first at which the summed probability exceeds the uniform number.
+    """
+
+    def __init__(self, uniform: torch.Tensor | None):
+        self.uniform, self.log_probs = uniform, list[torch.Tensor]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        log_probs = torch.log_softmax(scores.float(), -1)
+        if self.uniform is None:
+            chosen = scores.argmax(-1, keepdim=True)
+        else:
+            cumulative = log_probs.double().exp().cumsum(-1)
+            threshold = self.uniform[:, len(self.log_probs), None] * cumulative[:, -1:]
+            chosen = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
+        self.log_probs.append(log_probs.gather(1, chosen))
+        return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
+
+
+@contextmanager
+def _stock(base: Any) -> Iterator[None]:
+    """Lets the model attend as transformers does, which knows caches and padding, and ignores its own defaults."""
+    attention, generation = base.config._attn_implementation, base.generation_config
+    try:
+        base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+        base.generation_config = GenerationConfig()
+        yield
+    finally:
+        base.set_attn_implementation(attention)
+        base.generation_config = generation
+
+
+@torch.no_grad()
+def sample(base: Any, request: SampleRequest, device: torch.device) -> Sampled:
+    """Samples an answer to each prompt. Collective, if `synchronized`.
+
+    Args:
+        base: the transformers model, in evaluation mode.
+        request: the prompts.
+        device: the device of the model.
+    """
+    width = max(map(len, request.prompts))
+    ids = np.full((len(request.prompts), width), request.pad, dtype=np.int64)
+    real = np.zeros_like(ids)
+    for line, prompt in enumerate(request.prompts):
+        ids[line, width - len(prompt) :], real[line, width - len(prompt) :] = prompt, 1
+    uniform = None if request.uniforms is None else torch.from_numpy(request.uniforms).to(device)
+    choose = _Choose(uniform)
+    config = GenerationConfig(
+        max_new_tokens=request.most_tokens, do_sample=False, num_beams=1, use_cache=True,
+        eos_token_id=list(request.stops), pad_token_id=request.pad,
+    )  # fmt: skip
+    with _stock(base):
+        output = base.generate(
+            input_ids=torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(real).to(device),
+            generation_config=config, logits_processor=LogitsProcessorList([choose]),
+            synced_gpus=request.synchronized,
+        )  # fmt: skip
+    answers = output[:, width:].cpu().numpy()
+    log_probs = torch.cat(choose.log_probs[: answers.shape[1]], 1).float().cpu().numpy()
+    return _cut(answers, log_probs, request)
+
+
+def _cut(answers: np.ndarray, log_probs: np.ndarray, request: SampleRequest) -> Sampled:
+    """The answers without what follows the token that ends them."""
+    stops = np.isin(answers, np.array(request.stops))
+    ended = np.asarray(stops.any(1))
+    lengths = np.where(ended, stops.argmax(1) + 1, min(answers.shape[1], request.most_tokens)).tolist()
+    cut = [(answer[:length].astype(np.int32), values[:length])
+           for answer, values, length in zip(answers, log_probs, lengths, strict=True)]  # fmt: skip
+    return Sampled([tokens for tokens, _ in cut], [values for _, values in cut], ended.tolist())

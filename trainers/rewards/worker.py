@@ -1,0 +1,100 @@
+"""The process that computes rewards: `python -P -m trainers.rewards.worker MEMORY_GIB NAME...`
+
+Reads requests as JSON lines from standard input and writes an answer to each. What the functions print goes to standard
+error. Its limits and its environment guard against accidents; it is no sandbox.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainers.config.objective_file import split_objective
+from trainers.rewards.functions import FUNCTIONS, Reward
+from trainers.run.process_limits import expect_death
+
+
+def load(name: str) -> Reward:
+    """The function of a reward; runs its file if it is one of the user's.
+
+    Raises:
+        ValueError: if the file has no such function.
+    """
+    parts = split_objective(name)
+    if parts is None:
+        return FUNCTIONS[name]
+    spec = importlib.util.spec_from_file_location("tunesmith_reward", parts[0])
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    function = getattr(module, parts[1], None)
+    if not callable(function):
+        raise ValueError(f"it has no function {parts[1]}")
+    return function
+
+
+def computed(function: Reward, request: Mapping[str, Sequence[str]]) -> list[float]:
+    """The rewards of a request.
+
+    Args:
+        function: the reward.
+        request: `prompts`, `completions` and `answer`, equally long.
+
+    Raises:
+        ValueError: if it gives anything but a finite number for each answer.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    values = list(function(**{name: texts for name, texts in request.items() if takes_all or name in names}))
+    count = len(request["completions"])
+    if len(values) != count:
+        raise ValueError(f"it gave {len(values)} rewards for {count} answers")
+    numbers = []
+    for value in values:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise ValueError(f"it gave {str(value)[:80]!r}, which is not a finite number")
+        numbers.append(number)
+    return numbers
+
+
+def main(memory_gib: float, names: Sequence[str]) -> None:
+    """Answers requests until standard input closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    expect_death()
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        limit = int(memory_gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    functions = dict[str, Reward]()
+    for line in sys.stdin:
+        answer, name = dict[str, Any](), ""
+        try:
+            request = json.loads(line)
+            for name in names:
+                functions[name] = functions.get(name) or load(name)
+                answer[name] = computed(functions[name], request)
+        except BaseException as error:  # whatever a function does, such as sys.exit
+            answer = {"failed": name, "error": f"{type(error).__name__}: {error}"[:1000]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), sys.argv[2:])

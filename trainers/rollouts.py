@@ -1,0 +1,247 @@
+"""The batch of a step whose answers are sampled: prompts -> answers -> rewards -> advantages -> packed rows.
+
+Answers are a pure function of (weights, data, seed, step), so there is nothing to save for a resume: each step samples
+its own. The run folder keeps the newest, on which another run can train, under any strategy, instead of sampling
+(`recorded_answers`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainers.checkpoint.export import stop_tokens
+from trainers.config.options import TrainConfig
+from trainers.data.batches import Rows, TrainPlan
+from trainers.data.cache import TokenSet
+from trainers.data.micro_batch import StepBatch
+from trainers.data.prepare import load_tokenizer
+from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of
+from trainers.objectives.sampling import Sampled, SampleRequest, uniforms
+from trainers.parallel.backend import Backend
+from trainers.parallel.ranks import Ranks
+from trainers.rewards.process import RewardProcess
+from trainers.run.errors import TrainingError
+from trainers.run.folder import RunFolder, write_atomic
+from trainers.strategy.mesh import Mesh
+
+KEPT_STEPS = 100
+"""Newest steps whose answers the run folder keeps."""
+_STABLE = 1e-4
+"""Added to the standard deviation of a group's rewards, as in TRL."""
+
+Beat = Callable[[str], None]
+
+
+def advantages(rewards: np.ndarray, group: int, kind: str) -> np.ndarray:
+    """`[answers]` how much better each answer is than the others of its prompt.
+
+    Args:
+        rewards: `[answers]`, those of a prompt side by side.
+        group: answers of a prompt.
+        kind: `loss_type` of the objective: `rloo` compares with the mean of the others, `dr_grpo` with that of all,
+            and the others divide that by the standard deviation.
+    """
+    of_prompt = rewards.reshape(-1, group).astype(np.float64)
+    centred = of_prompt - of_prompt.mean(1, keepdims=True)
+    if kind == "rloo":
+        centred *= group / (group - 1)
+    elif kind != "dr_grpo":
+        centred /= of_prompt.std(1, ddof=1, keepdims=True) + _STABLE
+    return centred.reshape(-1)
+
+
+class Sampler:
+    """Samples and rewards the answers of steps and evaluations.
+
+    Args:
+        config: the run's config.
+        plan: the prompts of each step.
+        evaluation: the evaluation data; None without.
+        backend: the wrapped model.
+        mesh: this rank's position in the mesh.
+        ranks: all ranks.
+        run: the run folder, for the answers.
+        base: the transformers model, for the tokens that end its answers.
+    """
+
+    def __init__(
+        self, config: TrainConfig, plan: TrainPlan, evaluation: TokenSet | None, backend: Backend, mesh: Mesh,
+        ranks: Ranks, run: RunFolder, base: Any,
+    ):  # fmt: skip
+        self.config, self.plan, self.evaluation = config, plan, evaluation
+        self.backend, self.mesh, self.ranks, self.folder = backend, mesh, ranks, run.rollouts
+        assert isinstance(plan.rows.documents, TokenSet)
+        self.documents: TokenSet = plan.rows.documents
+        self.tokenizer = load_tokenizer(config)
+        self.stops = stop_tokens(self.tokenizer, base.generation_config)
+        pad = self.tokenizer.pad_token_id
+        self.pad: int = self.stops[0] if pad is None else pad
+        self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout)
+        self.weights = np.array(config.reward_weights or [1.0] * len(config.reward_funcs))
+
+    def step_batch(self, step: int, beat: Beat) -> StepBatch:
+        """This rank's share of a step. Collective.
+
+        Args:
+            step: number of the step, from 0.
+            beat: called with the section while it works.
+
+        Raises:
+            TrainingError: on every rank, if rewards fail or recorded answers are missing.
+        """
+        config, began = self.config, time.perf_counter()
+        numbers = self.plan.rows.members_of(self.plan.rows_of(step)).repeat(config.num_generations)
+        recorded = self._recorded(step, numbers)
+        sampled = began
+        if recorded is None:
+            beat("sampling")
+            prompts = [prompt_of(self.documents, int(number)) for number in numbers]
+            randoms = uniforms(config.seed, step, np.arange(len(numbers)), config.max_completion_length)
+            answers = self._sample([prompt.tokens for prompt in prompts], randoms, beat)
+            sampled = time.perf_counter()
+            beat("rewards")
+            recorded = self._rewarded(numbers, prompts, answers)
+            self._record(step, recorded)
+        ended = time.perf_counter()
+        metrics = _summary(recorded, config.num_generations)
+        metrics |= {"sampling_s": sampled - began, "rewards_s": ended - sampled}
+        return self._batch(recorded, config.recorded_answers is None, metrics)
+
+    def evaluate(self, beat: Beat) -> dict[str, float]:
+        """Mean reward of the most likely answers to the evaluation data; `eval_loss` is its negative. Collective."""
+        assert self.evaluation is not None
+        numbers = np.arange(len(self.evaluation))
+        prompts = [prompt_of(self.evaluation, int(number)) for number in numbers]
+        self.backend.model.eval()
+        answers = self._sample([prompt.tokens for prompt in prompts], None, beat)
+        beat("rewards")
+        recorded = self._rewarded(numbers, prompts, answers)
+        reward = float(np.mean(recorded.rewards))
+        summary = _summary(recorded, 1)
+        return {"eval_loss": -reward, "eval_reward": reward,
+                **{f"eval_{name}": summary[name] for name in ("answer_tokens", "truncated")}}  # fmt: skip
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _sample(self, prompts: Sequence[np.ndarray], randoms: np.ndarray | None, beat: Beat) -> Sampled:
+        """Answers to all prompts, equal on every rank; each rank samples its share in batches."""
+        size, world, rank = self.config.per_device_eval_batch_size, self.mesh.sizes.data, self.mesh.data_rank
+        own: list[tuple[int, np.ndarray, np.ndarray, bool]] = []
+        self.backend.model.eval()
+        for start in range(0, len(prompts), size * world):
+            beat("sampling")
+            numbers = np.arange(start + rank, min(start + size * world, len(prompts)), world)
+            asked = numbers if len(numbers) else np.zeros(1, dtype=np.int64)  # every rank must do the same passes
+            request = SampleRequest(
+                [prompts[number] for number in asked.tolist()], None if randoms is None else randoms[asked],
+                self.config.max_completion_length, self.stops, self.pad, self.ranks.world > 1,
+            )  # fmt: skip
+            answers = self.backend.sample(request)
+            own += list(zip(numbers.tolist(), answers.tokens, answers.log_probs, answers.ended, strict=False))
+        self.backend.model.train()
+        everyone = sorted(
+            (entry for entries in self.ranks.gather(own) for entry in entries), key=lambda entry: entry[0]
+        )
+        _, tokens, log_probs, ended = zip(*everyone, strict=True)
+        return Sampled(list(tokens), list(log_probs), list(ended))
+
+    def _rewarded(self, numbers: np.ndarray, prompts: Sequence[Prompt], answers: Sampled) -> RecordedStep:
+        """The answers with their rewards, which the first rank computes."""
+        outcome: tuple[RecordedStep | None, str] = (None, "")
+        if self.ranks.is_main:
+            texts = [[self.tokenizer.decode(prompt.tokens), self.tokenizer.decode(tokens, skip_special_tokens=True)]
+                     for prompt, tokens in zip(prompts, answers.tokens, strict=True)]  # fmt: skip
+            prompt_texts, answer_texts = ([text[part] for text in texts] for part in (0, 1))
+            expected = [self.tokenizer.decode(prompt.answer, skip_special_tokens=True) for prompt in prompts]
+            try:
+                by_function = self.rewards.compute(prompt_texts, answer_texts, expected)
+                total = self.weights @ np.array([by_function[name] for name in self.config.reward_funcs])
+                step = RecordedStep(
+                    numbers.tolist(), [tokens.tolist() for tokens in answers.tokens],
+                    [values.tolist() for values in answers.log_probs], list(answers.ended), total.tolist(),
+                    by_function, texts,
+                )  # fmt: skip
+                outcome = (step, "")
+            except TrainingError as error:
+                outcome = (None, str(error))
+        step_or_none, problem = self.ranks.broadcast(outcome)
+        if step_or_none is None:
+            raise TrainingError(problem)
+        recorded: RecordedStep = step_or_none
+        return recorded
+
+    def _batch(self, recorded: RecordedStep, is_fresh: bool, metrics: dict[str, float]) -> StepBatch:
+        """This rank's share of the answers, packed."""
+        config, plan = self.config, self.plan
+        prompts = [prompt_of(self.documents, number).tokens for number in recorded.prompts]
+        kind = config.objective_options()["loss_type"]
+        counts = np.array([ended or not config.mask_truncated_completions for ended in recorded.ended])
+        documents = Rollouts(
+            prompts, [np.array(tokens, dtype=np.int32) for tokens in recorded.answers],
+            [np.array(values, dtype=np.float32) for values in recorded.log_probs],
+            advantages(np.array(recorded.rewards), config.num_generations, kind), counts, is_fresh,
+        )  # fmt: skip
+        rows = Rows(documents, config.row_tokens, config.packing, config.torch_compile and config.packing,
+                    plan.rows.shard, config.objective_spec)  # fmt: skip
+        size, rank, world = config.per_device_train_batch_size, self.mesh.data_rank, self.mesh.sizes.data
+        everything = np.arange(len(rows))
+        shares = [everything[start + rank * size : start + (rank + 1) * size]
+                  for start in range(0, len(rows), size * world)]  # fmt: skip
+        micro_batches = rows.collate_each(shares, rows.scales())
+        return StepBatch(
+            micro_batches, int(rows.trained.sum()), int(rows.lengths.sum()), int(rows.squared_lengths.sum()),
+            rows.divisor(), [], metrics,
+        )  # fmt: skip
+
+    # -- on disk -------------------------------------------------------------------------------------------------------
+
+    def _record(self, step: int, recorded: RecordedStep) -> None:
+        """Writes the answers of a step into the run folder, and removes the oldest."""
+        if not self.ranks.is_main:
+            return
+        self.folder.mkdir(exist_ok=True)
+        write_atomic(_path(self.folder, step), recorded.to_json(step=step + 1))
+        _path(self.folder, step - KEPT_STEPS).unlink(missing_ok=True)
+
+    def _recorded(self, step: int, numbers: np.ndarray) -> RecordedStep | None:
+        """The recorded answers of a step; None if the run samples its own.
+
+        Raises:
+            TrainingError: on every rank, if they cannot be read or are those of other prompts.
+        """
+        if self.config.recorded_answers is None:
+            return None
+        path, problem, recorded = _path(Path(self.config.recorded_answers), step), None, None
+        try:
+            recorded = RecordedStep.from_json(path.read_text(encoding="utf-8"))
+            if recorded.prompts != numbers.tolist():
+                problem = ValueError("its answers are to other prompts: data, seed, batch and options must be the same")
+        except (OSError, ValueError, TypeError) as error:
+            problem = ValueError(str(error))
+        self.ranks.agree(problem, f"reading the answers of step {step + 1}, {path},")
+        return recorded
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step + 1}.json"
+
+
+def _summary(recorded: RecordedStep, group: int) -> dict[str, float]:
+    """Metrics of the answers of a step."""
+    rewards = np.array(recorded.rewards).reshape(-1, group)
+    spread = rewards.std(1, ddof=1) if group > 1 else np.zeros(len(rewards))
+    several = {f"reward_{name.rpartition(':')[2]}": float(np.mean(values))
+               for name, values in recorded.by_function.items()} if len(recorded.by_function) > 1 else {}  # fmt: skip
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(spread.mean()),
+        "equal_groups": float((spread == 0).mean()),
+        **several,
+        "answer_tokens": float(np.mean([len(tokens) for tokens in recorded.answers])),
+        "truncated": float(np.mean([not ended for ended in recorded.ended])),
+    }

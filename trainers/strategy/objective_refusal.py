@@ -1,0 +1,18 @@
+"""Why a mesh cannot train an objective. Imports no torch."""
+
+from __future__ import annotations
+
+from trainers.config.options import TrainConfig
+from trainers.strategy.mesh import MeshSizes
+
+
+def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
+    """Returns why the config's objective cannot be trained with a mesh of these sizes; None if it can."""
+    spec, objective = config.objective_spec, f"objective={config.objective}"
+    if spec.teacher and sizes.tp * sizes.pp * sizes.ep > 1:
+        return f"{objective} with {sizes}: the teacher is not split so; use fsdp2, for instance"
+    if sizes.pp > 1 and spec.loss_of == "documents":
+        return f"{objective} with {sizes}: pipelines sum over tokens; use fsdp2, for instance"
+    if spec.samples and config.recorded_answers is None and sizes.tp * sizes.sequence_shards * sizes.ep > 1:
+        return f"{objective} with {sizes}: answers are sampled by data-parallel ranks; use fsdp2, or recorded_answers"
+    return None
