@@ -494,7 +494,7 @@ def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:
 
     A single process frees it too: the export loads the full model again.
     """
-    context.backend = context.bare = None
+    context.backend = context.bare = context.sampler = None
     accelerator.free_memory()
     gc.collect()
     ranks.close()

@@ -136,9 +136,9 @@ class Sampler:
         for start in range(0, len(prompts), size * world):
             beat("sampling")
             numbers = np.arange(start + rank, min(start + size * world, len(prompts)), world)
-            asked = numbers if len(numbers) else np.zeros(1, dtype=np.int64)  # every rank must do the same passes
+            own_numbers = numbers if len(numbers) else np.zeros(1, dtype=np.int64)  # every rank must do the same passes
             request = SampleRequest(
-                [prompts[number] for number in asked.tolist()], None if randoms is None else randoms[asked],
+                [prompts[number] for number in own_numbers.tolist()], None if randoms is None else randoms[own_numbers],
                 self.config.max_completion_length, self.stops, self.pad, self.ranks.world > 1,
             )  # fmt: skip
             answers = self.backend.sample(request)

@@ -68,7 +68,9 @@ from trainers.strategy.strategy import Strategy, load_strategy, refusal
 from trainers.tools.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 
 if TYPE_CHECKING:
+    from trainers.data.prepare import TokenSet
     from trainers.loop import Outcome
+    from trainers.rollouts import Sampler
     from trainers.step import TrainContext
 
 
@@ -244,7 +246,8 @@ def train(
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
         from trainers.reference import set_reference
-        from trainers.step import TrainContext
+    from trainers.step import TrainContext
+
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
     data = prepare(config, "train")
@@ -294,19 +297,29 @@ def train(
     with contextlib.closing(context.heartbeat):
         if config.objective_spec.reference:
             set_reference(context, folder)
-        if config.objective_spec.samples:
-            from trainers.rollouts import Sampler
-
-            context.sampler = Sampler(config, plan, eval_data, backend, mesh, ranks, run, loss.base)
+        context.sampler = build_sampler(context, eval_data, loss.base) if config.objective_spec.samples else None
         outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
-
         ending = outcome.ending
         if ending.state == "done" and main_rank:
             ending = export(context, outcome)
     reporter.close(ending, launch.supervised)
     return 1 if ending.state == "failed" else 0
+
+
+def build_sampler(context: TrainContext, evaluation: TokenSet | None, base: Any) -> Sampler:
+    """What samples the answers of each step.
+
+    Args:
+        context: the run.
+        evaluation: the evaluation data; None without.
+        base: the transformers model.
+    """
+    from trainers.rollouts import Sampler
+
+    config, plan, backend = context.config, context.plan, context.backend
+    return Sampler(config, plan, evaluation, backend, context.mesh, context.ranks, context.run, base)
 
 
 def export(context: TrainContext, outcome: Outcome) -> Ending:

@@ -196,12 +196,6 @@ def test_p0_rerun_is_the_same_bit_for_bit() -> None:
     assert same_bits(grpo("fsdp2"), grpo("fsdp2", again=1))
 
 
-def test_rewards_rise() -> None:
-    rewards = grpo("single").series("reward")
-    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.02
-    assert grpo("single").series("eval_reward")[-1] > 0
-
-
 # -- against TRL -------------------------------------------------------------------------------------------------------
 
 

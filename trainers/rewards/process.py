@@ -21,7 +21,18 @@ from trainers.run.process_limits import why_it_died
 ROOT = Path(__file__).resolve().parents[2]
 MEMORY_GIB = 8.0
 """Address space of the process."""
-_KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TMPDIR", "TZ", "VIRTUAL_ENV", "LD_LIBRARY_PATH", "PYTHONPATH")
+_ENVIRONMENT = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TMPDIR",
+    "TZ",
+    "VIRTUAL_ENV",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+)
 """Environment variables that it gets; others may hold secrets."""
 _ERRORS = 2000
 
@@ -72,7 +83,9 @@ class RewardProcess:
             self._process = None
 
     def _start(self) -> subprocess.Popen[bytes]:
-        environment = child_environment({name: os.environ[name] for name in _KEPT if name in os.environ}, str(ROOT))
+        environment = child_environment(
+            {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}, str(ROOT)
+        )
         command = [sys.executable, "-P", "-m", "trainers.rewards.worker", str(MEMORY_GIB), *self.names]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         pipe = subprocess.PIPE

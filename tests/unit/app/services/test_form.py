@@ -138,6 +138,20 @@ def test_no_page_reads_or_runs_an_objective_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("separator", ["", "exact_match,", "exact_match , "])
+def test_no_page_reads_or_runs_a_reward_in_a_file(separator: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def reward(completions): return [0] * len(completions)\n")
+    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "objective": "grpo",
+              "max_completion_length": 64}  # fmt: skip
+    rewards = f"{separator}{tmp_path}/own.py:reward"
+    for value in (rewards, [name.strip() for name in rewards.split(",")]):
+        shown = preview({**values, "reward_funcs": value}, **CPU, roots=[tmp_path])
+        assert list(shown.errors) == ["reward_funcs"]
+        assert "is a file of code, which no page runs" in str(shown.mistakes[0])
+    assert preview({**values, "reward_funcs": rewards}, **CPU).job, "control: without roots, it is read"
+    assert preview({**values, "reward_funcs": "exact_match"}, **CPU, roots=[tmp_path]).job
+
+
 def test_a_refused_path_is_not_called_missing() -> None:
     shown = preview({"model_name_or_path": "/etc", "dataset_name": "embedded"}, num_processes=1, roots=[Path.cwd()])
     assert list(shown.errors) == ["model_name_or_path"]
