@@ -31,7 +31,7 @@ from trainers.data.batches import TrainPlan
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import load_strategy
 
-GROUP, MOST_TOKENS, EPSILON = 4, 40, 0.1
+GROUP, MOST_TOKENS, EPSILON = 4, 40, 0.05
 KINDS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 REWARD = '''
 from difflib import SequenceMatcher
@@ -66,7 +66,8 @@ def recorded() -> Path:
 
 def replayed(**changes: Any) -> dict[str, Any]:
     """Options of a run on recorded answers; its rate is higher, so that its ratios leave 1 and some are clipped."""
-    return {"recorded_answers": str(recorded()), "learning_rate": 3e-4, **changes}
+    recording = {"recorded_answers": str(recorded()), "eval_dataset_name": "none"}
+    return {**recording, "learning_rate": 2e-4, **changes}
 
 
 def read(step: int, folder: Path | None = None) -> dict[str, Any]:

@@ -13,6 +13,8 @@ def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
         return f"{objective} with {sizes}: the teacher is not split so; use fsdp2, for instance"
     if sizes.pp > 1 and spec.loss_of == "documents":
         return f"{objective} with {sizes}: pipelines sum over tokens; use fsdp2, for instance"
-    if spec.samples and config.recorded_answers is None and sizes.tp * sizes.sequence_shards * sizes.ep > 1:
-        return f"{objective} with {sizes}: answers are sampled by data-parallel ranks; use fsdp2, or recorded_answers"
+    samples = spec.samples and (config.recorded_answers is None or config.has_evaluation())
+    if samples and sizes.tp * sizes.sequence_shards * sizes.ep > 1:
+        remedy = "use fsdp2, or recorded_answers without evaluation data"
+        return f"{objective} with {sizes}: only data-parallel ranks sample answers; {remedy}"
     return None
