@@ -67,7 +67,7 @@ def recorded() -> Path:
 def replayed(**changes: Any) -> dict[str, Any]:
     """Options of a run on recorded answers; its rate is higher, so that its ratios leave 1 and some are clipped."""
     recording = {"recorded_answers": str(recorded()), "eval_dataset_name": "none"}
-    return {**recording, "learning_rate": 2e-4, **changes}
+    return {**recording, "learning_rate": 1.5e-4, **changes}
 
 
 def read(step: int, folder: Path | None = None) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def adapted(model: Any, config: TrainConfig) -> int:
 def test_each_model_comes_in_each_method() -> None:
     assert len(PUBLISHED) == 39
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
-    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto", "tiny-reward"}
+    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto", "tiny-reward", "tiny-grpo"}
     models = [model_of(name) for name in NAMES]
     assert models == sorted(models)
 
@@ -249,7 +249,7 @@ def test_the_method_that_is_asked_for_is_taken(name: str, method: str | None, fo
         ),
         (
             "tiny-qlora",
-            "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora, dpo, kto and reward",
+            "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora, dpo, kto, reward and grpo",
         ),
         ("qwen-8b-lora", "preset=qwen-8b-lora is unknown; did you mean qwen3-8b-lora?"),
         ("llama-8b", "preset=llama-8b is unknown; did you mean llama-3.1-8b?"),

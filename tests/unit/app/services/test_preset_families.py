@@ -31,6 +31,7 @@ def test_without_gpus_only_what_needs_none_is_said_to_fit() -> None:
         "tiny-dpo",
         "tiny-kto",
         "tiny-reward",
+        "tiny-grpo",
     }
 
 
@@ -39,6 +40,7 @@ def test_a_preset_of_another_objective_says_so() -> None:
         "tiny-dpo": "DPO",
         "tiny-kto": "KTO",
         "tiny-reward": "Reward",
+        "tiny-grpo": "GRPO",
     }
     assert presets()["tiny-dpo"].method == "full"
 
