@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import GenerationConfig
 
 from trainers.checkpoint.export import stop_tokens
 from trainers.config.options import TrainConfig
@@ -20,6 +21,8 @@ from trainers.data.batches import Rows, TrainPlan
 from trainers.data.cache import TokenSet
 from trainers.data.micro_batch import StepBatch
 from trainers.data.prepare import load_tokenizer
+from trainers.data.tokenizer import tokenizer_folder
+from trainers.data.training_template import stop_token_ids
 from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of
 from trainers.objectives.sampling import Sampled, SampleRequest, uniforms
 from trainers.parallel.backend import Backend
@@ -78,7 +81,8 @@ class Sampler:
         assert isinstance(plan.rows.documents, TokenSet)
         self.documents: TokenSet = plan.rows.documents
         self.tokenizer = load_tokenizer(config)
-        self.stops = stop_tokens(self.tokenizer, base.generation_config)
+        ends = stop_tokens(self.tokenizer, base.generation_config or GenerationConfig())
+        self.stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
         pad = self.tokenizer.pad_token_id
         self.pad: int = self.stops[0] if pad is None else pad
         self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout)
