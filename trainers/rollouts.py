@@ -21,9 +21,9 @@ from trainers.data.batches import Rows, TrainPlan
 from trainers.data.cache import TokenSet
 from trainers.data.micro_batch import StepBatch
 from trainers.data.prepare import load_tokenizer
+from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.data.training_template import stop_token_ids
-from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of
 from trainers.objectives.sampling import Sampled, SampleRequest, uniforms
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
