@@ -30,6 +30,8 @@ CONFIG = plain(build({"model_name_or_path": "embedded", "dataset_name": "embedde
 class Loss(nn.Module):
     """A loss module like the trainer's: its `.model` has a buffer that belongs into a checkpoint."""
 
+    teacher = None
+
     def __init__(self, seed: int):
         super().__init__()
         torch.manual_seed(seed)

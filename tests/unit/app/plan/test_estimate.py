@@ -602,7 +602,7 @@ def test_every_preset_ships_the_config_that_a_plan_counts(monkeypatch: pytest.Mo
     seen = set()
     for name in preset_names():
         options = find_preset(name).options
-        settings, path = build({**options, "max_length": 16}), options["model_name_or_path"]
+        settings, path = build({**options, "max_length": 16, "max_completion_length": 8}), options["model_name_or_path"]
         published = published_config(path)
         assert path == "embedded" or published, f"{name}: no config ships"
         if path not in seen:
