@@ -37,7 +37,6 @@ from typing import Any, NoReturn
 
 from trainers.config.lr_schedule import learning_rate
 from trainers.config.objectives import HIGHER_IS_BETTER
-from trainers.data.micro_batch import StepBatch
 from trainers.evaluation import evaluate
 from trainers.model.load import compute_dtype
 from trainers.monitor import loss_guard
@@ -148,14 +147,14 @@ class TrainLoop:
             result = train_step(context, batch, step, requests)
             context.clock.first_step_ended(report=context.ranks.is_main)
             context.profiler.end(step + 1, self.window.pause(), context.heartbeat, context.ranks)
-            self._after_step(batch, result)
+            self._after_step(result)
             if result.stop:
                 batches.close()
                 return self._leave_unsaved() if result.discard else self._stop(requests)
         return self._finish(None)
 
-    def _after_step(self, batch: StepBatch, result: StepResult) -> None:
-        config, progress = self.context.config, self.progress
+    def _after_step(self, result: StepResult) -> None:
+        config, progress, batch = self.context.config, self.progress, result.batch
         progress.step += 1
         if not result.updated:
             loss_guard.record_skipped_step(progress, progress.step)

@@ -21,23 +21,23 @@ from trainers.data.batches import Rows, TrainPlan
 from trainers.data.cache import TokenSet
 from trainers.data.micro_batch import StepBatch
 from trainers.data.prepare import load_tokenizer
-from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of
+from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, prompts_digest
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.data.training_template import stop_token_ids
+from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.objectives.sampling import Sampled, SampleRequest, uniforms
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.rewards.process import RewardProcess
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, write_atomic
+from trainers.run.record import KEPT_STEPS
 from trainers.strategy.mesh import Mesh
 
-KEPT_STEPS = 100
-"""Newest steps whose answers the run folder keeps."""
 _STABLE = 1e-4
 """Added to the standard deviation of a group's rewards, as in TRL."""
 
-Beat = Callable[[str], None]
+Beat = Callable[..., None]
 
 
 def advantages(rewards: np.ndarray, group: int, kind: str) -> np.ndarray:
@@ -83,8 +83,7 @@ class Sampler:
         self.tokenizer = load_tokenizer(config)
         ends = stop_tokens(self.tokenizer, base.generation_config or GenerationConfig())
         self.stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
-        pad = self.tokenizer.pad_token_id
-        self.pad: int = self.stops[0] if pad is None else pad
+        self.vocabulary = int(base.config.get_text_config().vocab_size)
         self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout)
         self.weights = np.array(config.reward_weights or [1.0] * len(config.reward_funcs))
 
@@ -100,15 +99,14 @@ class Sampler:
         """
         config, began = self.config, time.perf_counter()
         numbers = self.plan.rows.members_of(self.plan.rows_of(step)).repeat(config.num_generations)
-        recorded = self._recorded(step, numbers)
+        prompts = [prompt_of(self.documents, int(number)) for number in numbers]
+        recorded = self._recorded(step, numbers, prompts)
         sampled = began
         if recorded is None:
-            beat("sampling")
-            prompts = [prompt_of(self.documents, int(number)) for number in numbers]
             randoms = uniforms(config.seed, step, np.arange(len(numbers)), config.max_completion_length)
             answers = self._sample([prompt.tokens for prompt in prompts], randoms, beat)
             sampled = time.perf_counter()
-            beat("rewards")
+            beat("rewards", allowed=2 * config.reward_timeout)
             recorded = self._rewarded(numbers, prompts, answers)
             self._record(step, recorded)
         ended = time.perf_counter()
@@ -123,7 +121,7 @@ class Sampler:
         prompts = [prompt_of(self.evaluation, int(number)) for number in numbers]
         self.backend.model.eval()
         answers = self._sample([prompt.tokens for prompt in prompts], None, beat)
-        beat("rewards")
+        beat("rewards", allowed=2 * self.config.reward_timeout)
         recorded = self._rewarded(numbers, prompts, answers)
         reward = float(np.mean(recorded.rewards))
         summary = _summary(recorded, 1)
@@ -138,12 +136,12 @@ class Sampler:
         own: list[tuple[int, np.ndarray, np.ndarray, bool]] = []
         self.backend.model.eval()
         for start in range(0, len(prompts), size * world):
-            beat("sampling")
+            beat("sampling", allowed=LONG_LIMIT)
             numbers = np.arange(start + rank, min(start + size * world, len(prompts)), world)
             own_numbers = numbers if len(numbers) else np.zeros(1, dtype=np.int64)  # every rank must do the same passes
             request = SampleRequest(
                 [prompts[number] for number in own_numbers.tolist()], None if randoms is None else randoms[own_numbers],
-                self.config.max_completion_length, self.stops, self.pad, self.ranks.world > 1,
+                self.config.max_completion_length, self.stops, self.stops[0], self.ranks.world > 1,
             )  # fmt: skip
             answers = self.backend.sample(request)
             own += list(zip(numbers.tolist(), answers.tokens, answers.log_probs, answers.ended, strict=False))
@@ -168,7 +166,7 @@ class Sampler:
                 step = RecordedStep(
                     numbers.tolist(), [tokens.tolist() for tokens in answers.tokens],
                     [values.tolist() for values in answers.log_probs], list(answers.ended), total.tolist(),
-                    by_function, texts,
+                    by_function, texts, prompts_digest([prompt.tokens for prompt in prompts]),
                 )  # fmt: skip
                 outcome = (step, "")
             except TrainingError as error:
@@ -212,7 +210,7 @@ class Sampler:
         write_atomic(_path(self.folder, step), recorded.to_json(step=step + 1))
         _path(self.folder, step - KEPT_STEPS).unlink(missing_ok=True)
 
-    def _recorded(self, step: int, numbers: np.ndarray) -> RecordedStep | None:
+    def _recorded(self, step: int, numbers: np.ndarray, prompts: Sequence[Prompt]) -> RecordedStep | None:
         """The recorded answers of a step; None if the run samples its own.
 
         Raises:
@@ -223,8 +221,13 @@ class Sampler:
         path, problem, recorded = _path(Path(self.config.recorded_answers), step), None, None
         try:
             recorded = RecordedStep.from_json(path.read_text(encoding="utf-8"))
-            if recorded.prompts != numbers.tolist():
+            digest = prompts_digest([prompt.tokens for prompt in prompts])
+            if recorded.prompts != numbers.tolist() or recorded.fingerprint != digest:
                 problem = ValueError("its answers are to other prompts: data, seed, batch and options must be the same")
+            if any(not 0 <= token < self.vocabulary for answer in recorded.answers for token in answer):
+                problem = ValueError("it has tokens that the model does not have")
+            if any(not 0 < len(answer) <= self.config.max_completion_length for answer in recorded.answers):
+                problem = ValueError("it has an empty answer, or one longer than max_completion_length")
         except (OSError, ValueError, TypeError) as error:
             problem = ValueError(str(error))
         self.ranks.agree(problem, f"reading the answers of step {step + 1}, {path},")
@@ -244,7 +247,7 @@ def _summary(recorded: RecordedStep, group: int) -> dict[str, float]:
     return {
         "reward": float(rewards.mean()),
         "reward_std": float(spread.mean()),
-        "equal_groups": float((spread == 0).mean()),
+        "equal_groups": float((rewards.max(1) == rewards.min(1)).mean()),
         **several,
         "answer_tokens": float(np.mean([len(tokens) for tokens in recorded.answers])),
         "truncated": float(np.mean([not ended for ended in recorded.ended])),

@@ -83,7 +83,7 @@ class TrainContext:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of one step, equal on every rank."""
+    """Results of one step, equal on every rank but for the micro-batches of `batch`, which is what was trained."""
 
     loss: float
     grad_norm: float
@@ -94,6 +94,7 @@ class StepResult:
     save: bool
     writing: bool
     extra: dict[str, float]
+    batch: StepBatch
 
 
 def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Requests) -> StepResult:
@@ -142,7 +143,7 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
         backend.skip_step()
     extra = dict(zip(config.objective_spec.metrics, (total / max(batch.divisor, 1) for total in metrics), strict=False))
     extra |= {"aux_loss": aux, **batch.metrics} if context.balancing is not None else batch.metrics
-    return StepResult(loss, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra)
+    return StepResult(loss, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra, batch)
 
 
 def _report_non_finite(context: TrainContext, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:

@@ -140,7 +140,7 @@ def smaller_batch(run: RunFolder) -> str | None:
     if not config.auto_find_batch_size:
         return None
     ranks = load_strategy(str(run.accelerate)).data_parallel_size
-    evaluates = note.get("section") == "evaluation"
+    evaluates = note.get("section") in ("evaluation", "sampling")
     name = "per_device_eval_batch_size" if evaluates else "per_device_train_batch_size"
     now = getattr(config, name)
     fits = [size for size in range(now // 2, 0, -1) if evaluates or config.global_batch_size % (size * ranks) == 0]

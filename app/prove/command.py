@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.console import report_json
-from app.prove.plan import PROVE, make_plan
+from app.prove.plan import PROVE, Plan, make_plan
 from app.prove.proof import Proof
 from app.prove.report import show
 from app.prove.resume import ResumeProof
+from trainers.config.mistakes import ConfigError
+from trainers.run.record import KEPT_STEPS
 
 
 def prove_verb(argv: Sequence[str]) -> int:
@@ -25,6 +27,8 @@ def prove_verb(argv: Sequence[str]) -> int:
     if args is None:
         return 0
     plan, quiet = make_plan(args), "quiet" in args.switches
+    if plan.reference.config.objective_spec.samples:
+        _refuse_sampled(plan, "resume" in args.own)
     proof = (ResumeProof if "resume" in args.own else Proof)(plan, argv, quiet)
     proof.run()
     if "json" in args.switches:
@@ -32,6 +36,18 @@ def prove_verb(argv: Sequence[str]) -> int:
     else:
         show(proof.document)
     return exit_status(proof.document)
+
+
+def _refuse_sampled(plan: Plan, resumes: bool) -> None:
+    """Raises ConfigError for what cannot be proved on the answers that the reference samples."""
+    objective = plan.reference.config.objective
+    if plan.steps > KEPT_STEPS:
+        problem = f"with objective={objective}: a run keeps the answers of {KEPT_STEPS} steps"
+        raise ConfigError.about("--steps", plan.steps, problem, f"use {KEPT_STEPS} at most")
+    if resumes:
+        raise ConfigError(
+            f"--resume with objective={objective}: rows that sample and rows that replay differ in options"
+        )
 
 
 def exit_status(document: Mapping[str, Any]) -> int:

@@ -175,7 +175,9 @@ def data_config(
     name = as_texts({"preset": preset})["preset"] if preset else None
     errors, requested = Mistakes(), dict[str, Any](texts)
     if roots is not None:  # before the folder or file is read
-        errors += path_mistakes({name: texts.get(name) for name in ("from_run", "teacher", "objective")}, roots)
+        errors += path_mistakes(
+            {name: texts.get(name) for name in ("from_run", "teacher", "objective", "reward_funcs")}, roots
+        )
         errors.refuse()
     with errors:
         config = resolve_request(Request(name, stored, options=dict(texts)))

@@ -412,15 +412,22 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{shortened(path.name)} is not text; load a YAML file that was saved here") from None
 
 
-def load_yaml(text: str) -> Choices:
+def load_yaml(text: str, roots: Sequence[Path] | None = None) -> Choices:
     """The choices of a saved config.
+
+    Args:
+        text: the YAML.
+        roots: folders that files may be in; None allows every path.
 
     Raises:
         ConfigError: with all mistakes, when it is not a valid config.
     """
     if len(text) > MAX_YAML_LENGTH:
         raise ConfigError(f"the YAML is longer than {MAX_YAML_LENGTH:,} characters; load a config file")
-    config = Request(options=parse_yaml(text, "the YAML")).resolve()
+    options = parse_yaml(text, "the YAML")
+    if roots is not None and (mistakes := path_mistakes(options, roots)):  # before a file is read
+        raise ConfigError(mistakes)
+    config = Request(options=options).resolve()
     return Choices(config.preset, _changed(config))
 
 

@@ -78,7 +78,7 @@ def file_version(option: str, value: str) -> dict[str, str]:
     parts = split_objective(value)
     if parts is None:
         return {}
-    return {f"the {option} {parts[0].name}": hashlib.sha256(read_file(option, value)).hexdigest()[:16]}
+    return {f"the {option} {parts[1]} of {parts[0].name}": hashlib.sha256(read_file(option, value)).hexdigest()[:16]}
 
 
 def file_spec(objective: str) -> ObjectiveSpec:

@@ -74,8 +74,11 @@ def _rewards(value: list[str]) -> list[str]:
     for name in value:
         if name not in REWARDS and split_objective(name) is None:
             raise ValueError(f"{name[:80]!r} is no reward; use {', '.join(REWARDS)}, or path.py:function")
-    if len(set(value)) < len(value):
-        raise ValueError("a reward is named twice; use reward_weights")
+    functions = [name.rpartition(":")[2] for name in value]
+    if len(set(functions)) < len(functions):
+        raise ValueError("two rewards have the same name; rename one, or use reward_weights")
+    if "std" in functions:
+        raise ValueError("a reward may not be called std, as reward_std is a metric of its own; rename it")
     return value
 
 

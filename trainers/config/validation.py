@@ -128,6 +128,7 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
     """Returns a mistake for each option that does not fit the objective."""
     spec, objective = config.objective_spec, f"with objective={config.objective}"
     metrics = [name for name in evaluation_metrics(spec) if name in ("eval_loss", *HIGHER_IS_BETTER)]
+    samples = spec.samples and (config.recorded_answers is None or config.has_evaluation())
     smooths = config.loss_type in (None, "sigmoid", "robust", "sigmoid_norm")
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.loss_type is not None and bool(spec.loss_types) and config.loss_type not in spec.loss_types,
@@ -161,10 +162,13 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
         (spec.samples and config.max_completion_length >= config.max_length,
          "max_completion_length", config.max_completion_length,
          f"leaves no room for a prompt in max_length={config.max_length}", "make it smaller"),
-        (spec.samples and config.torch_compile and config.recorded_answers is None,
+        (spec.samples and config.loss_spike_factor > 0,
+         "loss_spike_factor", config.loss_spike_factor, f"{objective}: losses of sampled answers are around 0",
+         "leave it out"),
+        (samples and config.torch_compile,
          "torch_compile", True, f"{objective}: compiled layers do not sample", "leave it out"),
     ]  # fmt: skip
-    rewards = reward_mistakes(config.reward_funcs) if spec.samples and config.recorded_answers is None else []
+    rewards = reward_mistakes(config.reward_funcs) if samples else []
     return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards]
 
 

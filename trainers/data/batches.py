@@ -357,8 +357,7 @@ class TrainPlan:
             )
         self.steps_per_epoch = math.ceil(len(rows) / size)
         self.total_steps = config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
-        self._epoch = -1
-        self._order = np.empty(0, dtype=np.int64)
+        self._order = (-1, np.empty(0, dtype=np.int64))
 
     def _smaller(self, rows: int) -> str:
         """Suggests batch sizes that divide evenly and fit this many rows."""
@@ -371,13 +370,14 @@ class TrainPlan:
         return f"global_batch_size={micro * self.world} with per_device_train_batch_size={micro}"
 
     def _order_of(self, epoch: int) -> np.ndarray:
-        if epoch != self._epoch:
+        known, order = self._order  # in one attribute, as the next batch is prepared by another thread
+        if epoch != known:
             rng = np.random.Generator(np.random.PCG64([self.config.seed, epoch]))
             order = rng.permutation(len(self.rows))
             if self.config.group_by_length and not self.config.packing:
                 order = self._grouped(order, rng)
-            self._epoch, self._order = epoch, order
-        return self._order
+            self._order = epoch, order
+        return order
 
     def _grouped(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Orders rows so that batches have similar lengths; batches in random order, the partial one last."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,33 +38,40 @@ def prompt_of(documents: TokenSet, index: int) -> Prompt:
     return Prompt(tokens[:start], tokens[start:end])
 
 
-def check_prompts(config: TrainConfig, splits: Sequence[TokenSet | None]) -> None:
+def check_prompts(config: TrainConfig, documents: TokenSet) -> None:
     """Checks that each prompt leaves room for an answer.
 
     Args:
         config: the run's config, whose objective samples.
-        splits: training and evaluation data.
+        documents: training or evaluation data.
 
     Raises:
         ConfigError: if a row was cut, has no prompt, or has one that is too long.
     """
     room, option = config.max_length - config.max_completion_length, config.max_completion_length
-    for documents in splits:
-        if documents is None:
-            continue
-        if documents.report.truncated:
+    if documents.report.truncated:
+        raise ConfigError(
+            f"{documents.report.dataset}: {documents.report.truncated:,} rows are longer than "
+            f"max_length={config.max_length}, and rewards would compare with half an answer; raise max_length, or "
+            "set overlong=drop"
+        )
+    for index in range(len(documents)):
+        length = len(prompt_of(documents, index).tokens)
+        if length == 0:
+            raise ConfigError(f"{documents.where(index)}: has no prompt to answer")
+        if length > room:
             raise ConfigError(
-                f"{documents.report.dataset}: {documents.report.truncated:,} rows are longer than "
-                f"max_length={config.max_length}, and rewards would compare with half an answer; raise max_length, or "
-                "set overlong=drop"
+                f"{documents.where(index)}: has a prompt of {length:,} tokens, and max_completion_length={option} "
+                f"leaves {room:,} of max_length={config.max_length}; raise max_length"
             )
-        for index in range(len(documents)):
-            length = len(prompt_of(documents, index).tokens)
-            if 0 < length <= room:
-                continue
-            problem = f"has a prompt of {length:,} tokens, and max_completion_length={option} leaves {room:,} of "
-            problem += f"max_length={config.max_length}; raise max_length" if length else ""
-            raise ConfigError(f"{documents.where(index)}: {problem if length else 'has no prompt to answer'}")
+
+
+def prompts_digest(prompts: Sequence[np.ndarray]) -> str:
+    """sha256 of the tokens of prompts."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(np.int64(len(prompt)).tobytes() + prompt.astype(np.int32).tobytes())
+    return digest.hexdigest()
 
 
 class Rollouts:
@@ -129,6 +137,7 @@ class RecordedStep:
         rewards: weighted sum of the rewards of each answer.
         by_function: rewards of each function.
         texts: prompt and answer as text, for readers.
+        fingerprint: sha256 of the tokens of the prompts.
     """
 
     prompts: list[int]
@@ -138,6 +147,7 @@ class RecordedStep:
     rewards: list[float]
     by_function: dict[str, list[float]]
     texts: list[list[str]]
+    fingerprint: str
 
     def to_json(self, **more: Any) -> str:
         """The step as JSON."""
@@ -157,4 +167,7 @@ class RecordedStep:
         counts = {len(part) for part in (step.prompts, step.answers, step.log_probs, step.ended, step.rewards)}
         if len(counts) != 1 or any(len(a) != len(b) for a, b in zip(step.answers, step.log_probs, strict=True)):
             raise ValueError("its lists differ in length")
+        numbers = [*step.rewards, *(value for values in step.log_probs for value in values)]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            raise ValueError("it holds what is not a finite number")
         return step

@@ -137,12 +137,11 @@ class LossModule(nn.Module):
         """
         if of_teacher:
             return self.teacher(input_ids, position_ids, documents, positions, labels, own_forward)
-        if request is not None:
-            with torch.autocast(input_ids.device.type, self.compute, enabled=self.compute != torch.float32):
-                return sample(self.base, request, input_ids.device)
         half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
+            if request is not None:
+                return sample(self.base, request, input_ids.device)
             if own_forward and (self.tensor is None or self.tensor.by_expert):
                 plain = {"output_router_logits": False} if self.balancing is not None else {}
                 return self._own_forward({"input_ids": input_ids, "use_cache": False, **plain}, positions, labels)

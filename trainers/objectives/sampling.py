@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from trainers.data.layout import MetadataRoute
 
 _SEED = 2402_03300
 
@@ -84,24 +87,42 @@ class _Choose(LogitsProcessor):
         if self.uniform is None:
             chosen = scores.argmax(-1, keepdim=True)
         else:
-            cumulative = log_probs.double().exp().cumsum(-1)
+            cumulative = running_sum(log_probs.double().exp())
             threshold = self.uniform[:, len(self.log_probs), None] * cumulative[:, -1:]
             chosen = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
         self.log_probs.append(log_probs.gather(1, chosen))
         return torch.full_like(scores, -torch.inf).scatter(1, chosen, 0.0)
 
 
+def running_sum(values: torch.Tensor) -> torch.Tensor:
+    """Running sums over the last dimension, by matrix products: `cumsum` on a GPU is not deterministic."""
+    size, count = 64, values.shape[-1]
+    upper = torch.ones(size, size, dtype=values.dtype, device=values.device).triu()
+    blocks = nn.functional.pad(values, (0, -count % size)).unflatten(-1, (-1, size)) @ upper
+    if blocks.shape[-2] > 1:
+        before = nn.functional.pad(running_sum(blocks[..., -1])[..., :-1], (1, 0))
+        blocks = blocks + before[..., None]
+    return blocks.flatten(-2)[..., :count]
+
+
 @contextmanager
 def _stock(base: Any) -> Iterator[None]:
     """Lets the model attend as transformers does, which knows caches and padding, and ignores its own defaults."""
     attention, generation = base.config._attn_implementation, base.generation_config
+    config = base.config.get_text_config()
+    routers = getattr(config, "output_router_logits", None)
+    MetadataRoute.current = None  # layers that do not get the argument would see the last micro-batch's documents
     try:
+        if routers:
+            config.output_router_logits = False  # only training balances experts
         base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
         base.generation_config = GenerationConfig()
         yield
     finally:
         base.set_attn_implementation(attention)
         base.generation_config = generation
+        if routers:
+            config.output_router_logits = routers
 
 
 @torch.no_grad()

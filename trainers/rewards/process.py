@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ class RewardProcess:
     def close(self) -> None:
         """Ends the process."""
         if self._process is not None:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)  # with what a reward has started
             self._process.wait()
             self._process = None
 
@@ -89,7 +90,8 @@ class RewardProcess:
         command = [sys.executable, "-P", "-m", "trainers.rewards.worker", str(MEMORY_GIB), *self.names]
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment)
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment,
+                                start_new_session=True)  # fmt: skip
 
     def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
         """A line of the process."""

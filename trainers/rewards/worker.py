@@ -76,6 +76,8 @@ def main(memory_gib: float, names: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     expect_death()
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
@@ -83,7 +85,7 @@ def main(memory_gib: float, names: Sequence[str]) -> None:
         limit = int(memory_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     functions = dict[str, Reward]()
-    for line in sys.stdin:
+    for line in requests:
         answer, name = dict[str, Any](), ""
         try:
             request = json.loads(line)

@@ -33,6 +33,8 @@ FILES = frozenset({
 """The files that every run may write."""
 ROLLOUTS = "rollouts"
 """Holds the newest answers that were sampled, one file per step."""
+KEPT_STEPS = 100
+"""Newest steps whose sampled answers a run keeps."""
 FOLDERS = ("heartbeat", "checkpoints", ROLLOUTS)
 MAX_BYTES = 10_000_000
 _HEARTBEAT = re.compile(r"rank-\d+\.json|machine-\d+\.(json|lock)|out-of-memory\.json")

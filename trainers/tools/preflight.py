@@ -92,8 +92,6 @@ def check(
     scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     check_last_tokens(config, [train, evaluation])
-    if config.objective_spec.samples:
-        check_prompts(config, [train, evaluation])
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
@@ -130,6 +128,7 @@ def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = F
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
     spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
     if spec.samples:  # a row is a prompt; its answers are packed once they are sampled
+        check_prompts(config, documents)
         return Rows(documents, config.row_tokens, packing=False, shard=shard, objective=spec)
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
     return Rows(
@@ -145,6 +144,11 @@ def _margins(spec: ObjectiveSpec, documents: TokenSet) -> np.ndarray | None:
 def describe_plan(plan: TrainPlan) -> str:
     """One line with rows, steps, accumulation and tokens per step; one with the labels, if there are any."""
     rows, config = plan.rows, plan.config
+    if config.objective_spec.samples:
+        return (
+            f"{len(rows)} prompts; {plan.total_steps} steps of {config.global_batch_size} prompts x "
+            f"{config.num_generations} answers of at most {config.max_completion_length} tokens on {plan.world} ranks"
+        )
     kind = f"packed rows of {config.row_tokens}" if config.packing else "rows"
     tokens = int(rows.lengths.sum())
     fill = f" ({tokens / (len(rows) * config.row_tokens):.1%} full)" if config.packing else ""
@@ -377,6 +381,7 @@ def check_positions(config: TrainConfig, splits: Sequence[TokenSet | None], posi
         ConfigError: with the model's limit.
     """
     longest = max((documents.report.longest for documents in splits if documents is not None), default=0)
+    longest = config.max_length if config.objective_spec.samples else longest  # a prompt and a sampled answer
     tokens, factor = min(longest, config.max_length), config.rope_factor
     if config.rope_scaling != "none" and factor is not None and positions is not None:
         original = round(positions / factor)

@@ -397,7 +397,7 @@ class _Form:
     def read_yaml(self, path: str) -> list[Any]:
         """Fills the form from a saved config."""
         try:
-            return self._fill(load_yaml(read_text(Path(path))), devices=False)
+            return self._fill(load_yaml(read_text(Path(path)), self.context.roots), devices=False)
         except ConfigError as error:
             raise _refusal(error) from None
         finally:

@@ -135,6 +135,6 @@ def test_a_resume_with_another_file_is_refused(margin: str, monkeypatch: pytest.
     assert refusals(saved, plain(resolved), recorded_versions(resolved)) == []
     path.write_text(path.read_text().replace("0.5", "0.7"))
     (change,) = refusals(saved, plain(resolved), recorded_versions(resolved))
-    assert "the objective margin.py is " in str(change)
+    assert "the objective Margin of margin.py is " in str(change)
     assert refusals(saved, plain(resolved), recorded_versions(resolved), force=True) == []
     assert file_version("objective", "dpo") == {}

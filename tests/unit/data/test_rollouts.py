@@ -56,19 +56,19 @@ def test_prompts_without_room_are_refused(
     config = config_of(tmp_path, {"messages": row}, **changes)
     data = prepare(config, "train")
     if not sentence:
-        check_prompts(config, [data, None])
+        check_prompts(config, data)
         return
     with pytest.raises(ConfigError, match=sentence):
-        check_prompts(config, [data, None])
+        check_prompts(config, data)
 
 
 def test_a_row_that_is_all_answer_has_no_prompt(tmp_path: Path) -> None:
     config = config_of(tmp_path, {"messages": CHAT})
     data = prepare(config, "train")
-    check_prompts(config, [data])
+    check_prompts(config, data)
     data._mask = np.ones_like(data._mask)
     with pytest.raises(ConfigError, match=r"rows.jsonl:1: has no prompt to answer"):
-        check_prompts(config, [data])
+        check_prompts(config, data)
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,12 @@ def test_answers_become_documents() -> None:
 
 
 def test_recorded_steps_come_back_and_others_are_refused() -> None:
-    step = RecordedStep([3], [[1, 2]], [[-0.25, -1.5]], [True], [1.0], {"exact_match": [1.0]}, [["a", "b"]])
+    step = RecordedStep([3], [[1, 2]], [[-0.25, -1.5]], [True], [1.0], {"exact_match": [1.0]}, [["a", "b"]], "digest")
     assert RecordedStep.from_json(step.to_json(step=4)) == step
     with pytest.raises(ValueError, match="no sampled answers"):
         RecordedStep.from_json("[1]")
     with pytest.raises(ValueError, match="differ in length"):
         RecordedStep.from_json(step.to_json().replace("[-0.25, -1.5]", "[-0.25]"))
+    for value in ("NaN", '"x"', "null"):
+        with pytest.raises(ValueError, match="not a finite number"):
+            RecordedStep.from_json(step.to_json().replace("-0.25", value))

@@ -117,10 +117,10 @@ def test_a_file_is_not_run_before_the_start(tmp_path: Path) -> None:
     config = build({**GRPO, "reward_funcs": name})
     assert not (tmp_path / "ran").exists()
     before = recorded_versions(config)
-    assert [key for key in before if key == "the reward reward.py"]
+    assert [key for key in before if key == "the reward f of reward.py"]
     write(tmp_path, "def f():\n    pass\n")
     assert recorded_versions(config) != before
-    assert "the reward reward.py" not in recorded_versions(config.model_copy(update={"objective": "dpo"}))
+    assert "the reward f of reward.py" not in recorded_versions(config.model_copy(update={"objective": "dpo"}))
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -134,7 +134,8 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     ("changes", "sentence"),
     [
         ({"reward_funcs": "exact"}, "'exact' is no reward"),
-        ({"reward_funcs": "exact_match,exact_match"}, "a reward is named twice"),
+        ({"reward_funcs": "exact_match,exact_match"}, "two rewards have the same name"),
+        ({"loss_spike_factor": 3.0}, "losses of sampled answers are around 0"),
         ({"reward_weights": "1,2"}, "2 weights for 1 rewards"),
         ({"max_completion_length": 1024}, "leaves no room for a prompt"),
         ({"torch_compile": True}, "compiled layers do not sample"),

@@ -138,6 +138,16 @@ def test_no_page_reads_or_runs_an_objective_in_a_file(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("line", ["reward_funcs: [{}/own.py:reward]", "objective: {}/own.py:Own", "chat_template: {}"])
+def test_no_page_reads_what_a_yaml_names_outside(line: str, tmp_path: Path) -> None:
+    """Its errors would tell what is in a file."""
+    text = "model_name_or_path: embedded\ndataset_name: embedded\n" + line.format(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        load_yaml(text, [Path.cwd() / "runs"])
+    assert "no page runs" in str(caught.value) or "outside" in str(caught.value) or "not in" in str(caught.value)
+    assert "cannot be read" not in str(caught.value)
+
+
 @pytest.mark.parametrize("separator", ["", "exact_match,", "exact_match , "])
 def test_no_page_reads_or_runs_a_reward_in_a_file(separator: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def reward(completions): return [0] * len(completions)\n")
@@ -148,6 +158,9 @@ def test_no_page_reads_or_runs_a_reward_in_a_file(separator: str, tmp_path: Path
         shown = preview({**values, "reward_funcs": value}, **CPU, roots=[tmp_path])
         assert list(shown.errors) == ["reward_funcs"]
         assert "is a file of code, which no page runs" in str(shown.mistakes[0])
+        with pytest.raises(ConfigError) as caught:
+            data_config({**values, "reward_funcs": value}, roots=[tmp_path])
+        assert "is a file of code, which no page runs" in str(caught.value)
     assert preview({**values, "reward_funcs": rewards}, **CPU).job, "control: without roots, it is read"
     assert preview({**values, "reward_funcs": "exact_match"}, **CPU, roots=[tmp_path]).job
 
