@@ -73,12 +73,13 @@ def _objective(value: str) -> str:
 def _rewards(value: list[str]) -> list[str]:
     for name in value:
         if name not in REWARDS and split_objective(name) is None:
-            raise ValueError(f"{name[:80]!r} is no reward; use {', '.join(REWARDS)}, or path.py:function")
+            problem = f"{name[:80]!r} is no reward; use {', '.join(REWARDS)}, or path.py:function"
+            raise PydanticCustomError("reward", "{problem}", {"problem": problem})
     functions = [name.rpartition(":")[2] for name in value]
     if len(set(functions)) < len(functions):
-        raise ValueError("two rewards have the same name; rename one, or use reward_weights")
+        raise PydanticCustomError("reward", "two rewards have the same name; rename one, or use reward_weights")
     if "std" in functions:
-        raise ValueError("a reward may not be called std, as reward_std is a metric of its own; rename it")
+        raise PydanticCustomError("reward", "reward_std is a metric of its own; call the reward something else")
     return value
 
 

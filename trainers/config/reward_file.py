@@ -33,8 +33,9 @@ def reward_mistakes(names: list[str]) -> list[Mistake]:
 
 def _problem(name: str) -> list[Mistake]:
     """Whether a file lacks its function, read from the syntax tree."""
+    source = read_file("reward_funcs", name)
     try:
-        tree = ast.parse(read_file("reward_funcs", name).decode())
+        tree = ast.parse(source.decode())
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # ValueError: also if it is not UTF-8
         return [Mistake("reward_funcs", name, f"is no Python: {error}", "correct the file")]
     function = name.rpartition(":")[2]

@@ -126,7 +126,9 @@ def test_a_file_is_not_run_before_the_start(tmp_path: Path) -> None:
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
     assert "is not a regular file" in str(reward_mistakes([f"{tmp_path / 'pipe.py'}:f"])[0])
-    assert "cannot be read" in str(reward_mistakes([f"{tmp_path / 'absent.py'}:f"])[0])
+    absent = f"{tmp_path / 'absent.py'}:f"
+    cause = "cannot be read: No such file or directory; check the path"
+    assert str(reward_mistakes([absent])[0]) == f"reward_funcs={absent} {cause}"
     assert reward_mistakes(["exact_match", "math_verify"]) == []
 
 
