@@ -41,6 +41,14 @@ _FOCUSED = """() => {
   return [each.dataset.stop === undefined ? text : +each.dataset.stop, faults];
 }"""
 
+# Whether there are as many controls as in the last five looks.
+_RESTS = """() => {
+  const count = document.querySelectorAll("input, textarea, select, button").length;
+  window.unchanged = count === window.controls ? window.unchanged + 1 : 0;
+  window.controls = count;
+  return window.unchanged >= 5;
+}"""
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
@@ -70,6 +78,7 @@ def opened(new_page: Tabs, path: str, size: str = "wide") -> Page:
         expect(page.locator("#strategy-cards .ts-bar:not(.ts-bar-waiting)").first).to_be_attached()
         while (fold := page.locator(".label-wrap:not(.open):visible")).count():  # all options
             fold.first.click()
+        page.wait_for_function(_RESTS, polling=100)  # what was opened is drawn bit by bit
     if path in ("/", "/data"):
         page.wait_for_load_state("networkidle")
     return page
