@@ -12,6 +12,14 @@ from trainers.config.objectives import FORMAT_COLUMNS, LABELLED, OBJECTIVES, OWN
 from ui.pages.train_parts import by_name, component_value
 from ui.parts import Html, element, join, note
 
+_PLACEHOLDERS = {
+    "teacher": "Hub id, folder or run",
+    "reward_weights": "1 each",
+    "epsilon_high": "the same",
+    "recorded_answers": "folder rollouts of a run",
+}
+"""What stands in an empty field whose default is no number."""
+
 
 class ObjectivePart:
     """The objective, what it needs, and its own options.
@@ -67,7 +75,13 @@ def _update(option: OptionField, spec: ObjectiveSpec) -> Any:
         default = (f"default: {spec.loss_types[0]}", "none")
         return gr.update(visible=True, choices=[default, *((name, name) for name in spec.loss_types)])
     default = spec.defaults[option.name]
-    return gr.update(visible=True, placeholder="Hub id, folder or run" if default is None else f"{default:g}")
+    if isinstance(default, bool):
+        return gr.update(visible=True)
+    return gr.update(visible=True, placeholder=_PLACEHOLDERS.get(option.name) or _text(default))
+
+
+def _text(default: Any) -> str:
+    return ", ".join(default) if isinstance(default, list) else f"{default:g}"
 
 
 def _hidden(option: OptionField) -> Any:
