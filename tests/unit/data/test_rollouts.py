@@ -41,7 +41,7 @@ def test_a_prompt_ends_before_the_last_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "answered", "changes", "sentence"),
+    ("prompt_words", "answer_words", "changes", "sentence"),
     [
         (30, 1, {}, "rows.jsonl:1: has a prompt of"),
         (5, 90, {}, "1 rows are longer than max_length=96, and rewards would compare with half an answer"),
@@ -50,9 +50,9 @@ def test_a_prompt_ends_before_the_last_answer(tmp_path: Path) -> None:
     ],
 )
 def test_prompts_without_room_are_refused(
-    asked: int, answered: int, changes: dict[str, int], sentence: str, tmp_path: Path
+    prompt_words: int, answer_words: int, changes: dict[str, int], sentence: str, tmp_path: Path
 ) -> None:
-    row = [{"role": "user", "content": "x " * asked}, {"role": "assistant", "content": "y " * answered}]
+    row = [{"role": "user", "content": "x " * prompt_words}, {"role": "assistant", "content": "y " * answer_words}]
     config = config_of(tmp_path, {"messages": row}, **changes)
     data = prepare(config, "train")
     if not sentence:
