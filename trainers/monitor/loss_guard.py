@@ -68,9 +68,10 @@ def origin(plan: TrainPlan, step: int, finite: list[tuple[int, bool]]) -> str:
     wrong = [rank for rank, (_, good) in enumerate(finite) if not good] or list(range(len(finite)))
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
     shares = sorted({finite[rank][0] for rank in wrong})  # ranks that split layers or rows share a data rank
-    places = [
-        location for share in shares for rows in plan.shares(step, share) for location in plan.rows.locations(rows)
-    ]
+    # Sampled answers are packed anew over the ranks: any of the step's prompts may be theirs.
+    of_ranks = [rows for share in shares for rows in plan.shares(step, share)]
+    batches = [plan.rows_of(step)] if plan.config.objective_spec.samples else of_ranks
+    places = [location for rows in batches for location in plan.rows.locations(rows)]
     more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     return f"{whose}, in the batch from {', '.join(places[:6])}{more}"
 

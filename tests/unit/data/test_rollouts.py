@@ -13,7 +13,9 @@ from trainers.config.validation import build
 from trainers.data.prepare import prepare
 from trainers.data.rollouts import RecordedStep, Rollouts, check_prompts, prompt_of
 from trainers.data.tokenizer import load_tokenizer
+from trainers.monitor.loss_guard import origin
 from trainers.rollouts import advantages
+from trainers.tools.preflight import plan_training
 
 CHAT = [
     {"role": "user", "content": "One?"},
@@ -104,3 +106,17 @@ def test_recorded_steps_come_back_and_others_are_refused() -> None:
     for value in ("NaN", '"x"', "null"):
         with pytest.raises(ValueError, match="not a finite number"):
             RecordedStep.from_json(step.to_json().replace("-0.25", value))
+
+
+@pytest.mark.parametrize(("objective", "count"), [("grpo", 4), ("sft", 2)])
+def test_a_loss_that_is_no_number_names_all_prompts_whose_answers_it_may_be(
+    objective: str, count: int, tmp_path: Path
+) -> None:
+    """Answers are packed over the ranks anew, rows of the data are not."""
+    rows = [{"prompt": f"What is {number}?", "completion": "That."} for number in range(8)]
+    config = config_of(tmp_path, *rows, objective=objective, global_batch_size=4, per_device_train_batch_size=2,
+                       packing=False)  # fmt: skip
+    plan = plan_training(config, prepare(config, "train"), 2)
+    described = origin(plan, 0, [(0, True), (1, False)])
+    assert described.startswith("rank 1, in the batch from ")
+    assert described.count("rows.jsonl:") == count
