@@ -9,14 +9,13 @@ import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from accelerate import Accelerator, DDPCommunicationHookType, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import ParallelismConfig, set_seed
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import FSDPModule
-from tqdm import tqdm
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.utils import logging
 
@@ -37,7 +36,6 @@ from trainers.model.rope_scaling import scaled_positions
 from trainers.model.weight_names import first_names
 from trainers.monitor.metrics import MetricsFile
 from trainers.monitor.self_check import DtypeProbe
-from trainers.monitor.trackers import Trackers
 from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.objective import document_loss
@@ -53,9 +51,8 @@ from trainers.parallel.sequence import refuse_unsplittable_rows, share_rows
 from trainers.parallel.shards import check_coverage
 from trainers.parallel.tensor import split_model
 from trainers.run.compatibility import plain, recorded_versions
-from trainers.run.ending import Ending
 from trainers.run.errors import TrainingError
-from trainers.run.folder import Process, RunFolder, read_json
+from trainers.run.folder import RunFolder, read_json
 from trainers.run.from_run import adapter_of
 from trainers.run.manifest import Origin, Progress
 from trainers.strategy.mesh import Mesh
@@ -417,76 +414,6 @@ def _fetched(url: str, checkpoints: Checkpoints) -> Path:
 def metrics_file(run: RunFolder, attempt: int) -> MetricsFile:
     """Opens the metrics file for appending."""
     return MetricsFile(run.metrics, attempt)
-
-
-class Reporter:
-    """Reports progress to state file, progress bar and trackers. Only rank 0 reports.
-
-    Args:
-        run: the run folder.
-        accelerator: starts the trackers.
-        config: the run's config.
-        attempt: number of this launch, from 0.
-        main_rank: whether this is rank 0.
-        console: the original standard error, before it was redirected to the log; the bar needs a terminal.
-        processes: launcher and ranks, for the state file, which keeps its entry of the supervisor.
-    """
-
-    def __init__(
-        self,
-        run: RunFolder,
-        accelerator: Accelerator,
-        config: TrainConfig,
-        attempt: int,
-        main_rank: bool,
-        console: TextIO,
-        processes: list[Process],
-    ):
-        self.run, self.main_rank = run, main_rank
-        self.trackers = Trackers(accelerator, config, run, attempt) if main_rank else None
-        supervisor = [process for process in run.processes() if process.role == "supervisor"]
-        self.processes = [process.as_json() for process in [*supervisor, *processes]]
-        self.bar = tqdm(file=console, unit="step", disable=not (main_rank and console.isatty()))
-
-    def state(self, **changes: Any) -> None:
-        """Writes changes to the state file and updates the progress bar.
-
-        Raises:
-            TrainingError: if the run folder was removed or replaced.
-        """
-        if not self.main_rank:
-            return
-        if changes.get("state") == "running" and self.run.stop_asked() is not None:
-            changes["state"] = "stopping"
-        try:
-            self.run.write_state(processes=self.processes, **changes)
-        except OSError as error:
-            if how := self.run.lost():
-                raise TrainingError(f"the run folder {self.run.path} was {how} while it trained") from None
-            print(f"warning: the state file could not be written: {error.strerror}", flush=True)
-        if changes.get("total_steps"):
-            self.bar.reset(total=changes["total_steps"])
-        if "step" in changes:
-            self.bar.update(changes["step"] - self.bar.n)
-
-    def row(self, row: dict[str, Any]) -> None:
-        """Prints a metrics row and passes it to progress bar and trackers."""
-        numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
-        postfix = {key: f"{row[key]:.4g}" for key in ("loss", "eval_loss") if row.get(key) is not None}
-        if "tokens_per_second" in row:
-            postfix["tokens_per_second"] = f"{row['tokens_per_second']:.0f}"
-        self.bar.set_postfix(postfix)
-        print(f"step {row['step']} " + " ".join(f"{key} {value}" for key, value in postfix.items()), flush=True)
-        if self.trackers:
-            self.trackers.log(numbers, row["step"])
-
-    def close(self, ending: Ending, by_supervisor: bool) -> None:
-        """Closes progress bar and trackers, then records how the run ended."""
-        self.bar.close()
-        if self.trackers:
-            self.trackers.finish()
-        if self.main_rank:
-            self.run.end(ending, by_supervisor)
 
 
 def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:

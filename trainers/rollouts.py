@@ -156,12 +156,12 @@ class Sampler:
         """The answers with their rewards, which the first rank computes."""
         outcome: tuple[RecordedStep | None, str] = (None, "")
         if self.ranks.is_main:
-            texts = [[self.tokenizer.decode(prompt.tokens), self.tokenizer.decode(tokens, skip_special_tokens=True)]
+            decode = self.tokenizer.decode
+            texts = [[decode(prompt.tokens), decode(tokens, skip_special_tokens=True),
+                      decode(prompt.answer, skip_special_tokens=True)]
                      for prompt, tokens in zip(prompts, answers.tokens, strict=True)]  # fmt: skip
-            prompt_texts, answer_texts = ([text[part] for text in texts] for part in (0, 1))
-            expected = [self.tokenizer.decode(prompt.answer, skip_special_tokens=True) for prompt in prompts]
             try:
-                by_function = self.rewards.compute(prompt_texts, answer_texts, expected)
+                by_function = self.rewards.compute(*([text[part] for text in texts] for part in range(3)))
                 total = self.weights @ np.array([by_function[name] for name in self.config.reward_funcs])
                 step = RecordedStep(
                     numbers.tolist(), [tokens.tolist() for tokens in answers.tokens],

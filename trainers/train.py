@@ -28,6 +28,7 @@ if __name__ == "__main__":
 
     leave_out_working_folder()
 
+from trainers.monitor.reporter import Reporter
 from trainers.monitor.startup_timer import StartupTimer
 
 CLOCK = StartupTimer()  # before the other imports, which take most of the startup time
@@ -281,7 +282,7 @@ def train(
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
     local_forward = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
-    reporter = build.Reporter(run, accelerator, config, attempt, main_rank, console, processes)
+    reporter = Reporter(run, accelerator, config, attempt, main_rank, console, processes)
     context = TrainContext(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
         bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=matmul,

@@ -380,9 +380,11 @@ def print_summary(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[
         diagnoses: why it ended so, or trained badly.
     """
     values = last_values(run)
-    losses = f"train loss {number(values.get('loss'))}, eval loss {number(values.get('eval_loss'))}"
+    measure = "reward" if "reward" in values else "loss"  # of sampled answers the loss says nothing
+    train, evaluation = number(values.get(measure)), number(values.get(f"eval_{measure}"))
+    measures = f"train {measure} {train}, eval {measure} {evaluation}"
     if state["state"] == "done":
-        report(f"done: {state.get('step')} steps, {losses}")
+        report(f"done: {state.get('step')} steps, {measures}")
         report(f"run    {run.path}")
         report(f"model  {state.get('export_dir') or run.model}")
         say_diagnoses(run, state, diagnoses)

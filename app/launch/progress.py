@@ -98,19 +98,20 @@ class _PlainDisplay:
 
 
 def _bar(width: int | None = None) -> Progress:
-    """A progress bar that fits `width` columns (default: the terminal's); the step count and the loss come first."""
+    """A progress bar that fits `width` columns (default: the terminal's); step count and loss come first."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
     width = console.width if width is None else width
-    doing, steps, loss = TextColumn("{task.description}"), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
-    columns: tuple[ProgressColumn, ...] = (doing, steps, loss)
+    doing, steps = TextColumn("{task.description}"), MofNCompleteColumn()
+    measure = TextColumn("{task.fields[measure]}")
+    columns: tuple[ProgressColumn, ...] = (doing, steps, measure)
     if width >= _NARROW:
         doing = TextColumn("{task.description:<10}")
         bar = BarColumn(max(4, min(40, 40 - (_BAR_AND_REST - width))))
         rate = () if width < 80 else (TextColumn("{task.fields[rate]} tok/s"),)
-        columns = (doing, bar, steps, loss, *rate, TimeElapsedColumn(), TextColumn("left {task.fields[eta]}"))
+        columns = (doing, bar, steps, measure, *rate, TimeElapsedColumn(), TextColumn("left {task.fields[eta]}"))
     return Progress(*columns, console=console)
 
 
@@ -127,7 +128,7 @@ class _TerminalDisplay:
         self.run, self.progress = run, progress
         self.rank = _FirstRank(run, printed)
         self.metrics = _end_of(run, "metrics.jsonl")
-        self.task = progress.add_task("starting", total=None, loss="-", rate="-", eta="-")
+        self.task = progress.add_task("starting", total=None, measure="loss -", rate="-", eta="-")
 
     def __call__(self, kind: str, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal may have hung up; the run must not crash because of it
@@ -162,8 +163,9 @@ def _fields(row: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     if not isinstance(row, dict):
         return texts
-    if isinstance(row.get("loss"), int | float):
-        texts["loss"] = f"{row['loss']:.4f}"
+    name = next((name for name in ("reward", "loss") if isinstance(row.get(name), int | float)), None)
+    if name:
+        texts["measure"] = f"{name} {row[name]:.4f}"
     rate = row.get("recent_tokens_per_second", row.get("tokens_per_second"))
     if isinstance(rate, int | float):
         texts["rate"] = f"{rate:,.0f}"

@@ -48,6 +48,8 @@ MEASURES = {
     "last_eval_token_accuracy": Measure("Last token accuracy", "eval_token_accuracy", "last", "high"),
     "best_eval_reward_accuracy": Measure("Best preference accuracy", "eval_reward_accuracy", "best", "high"),
     "last_eval_reward_accuracy": Measure("Last preference accuracy", "eval_reward_accuracy", "last", "high"),
+    "best_eval_reward": Measure("Best reward", "eval_reward", "best", "high"),
+    "last_eval_reward": Measure("Last reward", "eval_reward", "last", "high"),
     "loss": Measure("Last training loss", "loss", "last", "low"),
     "recent_loss": Measure("Recent training loss", "loss", "recent", "low"),
     "tokens_per_second": Measure("Speed", "tokens_per_second", "median", "high", "tokens/s"),

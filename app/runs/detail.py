@@ -40,11 +40,11 @@ def run_view(run: RunFolder, curves: Curves) -> View:
     Returns:
         `id, state, cause, next` (a sentence, or empty), `actions` (see `app.runs.state.allowed`), `queue_place`;
         `phase`, `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the
-        newest row `loss`, `eval_loss`, `learning_rate`, `tokens_per_second`, `mfu`, `data_wait`, `eta_s` (live runs
-        only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time, memory_gib`), `strategy`, `world_size`,
-        `machines` (how many of several train, and why the others do not), `sweep` (see `sweep_of`), `from_run` (the
-        stages of training before it, in words), `gpus`, `host`, `checkpoints`, `bad_checkpoints`, `profiles` (see
-        `app.runs.profiles`), `export_dir` and `run_dir`.
+        newest row `loss`, `eval_loss`, `reward`, `eval_reward`, `learning_rate`, `tokens_per_second`, `mfu`,
+        `data_wait`, `eta_s` (live runs only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time,
+        memory_gib`), `strategy`, `world_size`, `machines` (how many of several train, and why the others do not),
+        `sweep` (see `sweep_of`), `from_run` (the stages of training before it, in words), `gpus`, `host`,
+        `checkpoints`, `bad_checkpoints`, `profiles` (see `app.runs.profiles`), `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
     live = state.get("state") in LIVE_STATES
@@ -54,7 +54,7 @@ def run_view(run: RunFolder, curves: Curves) -> View:
     first = ranks[0] if ranks else {}
     if live:
         step = max((value for value in (step, _count(newest.get("step"))) if value is not None), default=None)
-    values = ("loss", "eval_loss", "learning_rate", "mfu", "data_wait", "tokens", "elapsed_s")
+    values = ("loss", "eval_loss", "reward", "eval_reward", "learning_rate", "mfu", "data_wait", "tokens", "elapsed_s")
     position = _queue_position(run) if state.get("state") == "queued" else None
     return {
         "id": run.id,

@@ -20,7 +20,7 @@ import numpy as np
 
 from app.runs.rank_curves import RankTable
 from app.runs.safe_read import read_span, stamp
-from trainers.config.objectives import OBJECTIVES, evaluation_metrics
+from trainers.config.objectives import OBJECTIVES, SAMPLED, evaluation_metrics
 from trainers.run.folder import RunFolder
 
 BY_RANK = ("memory_reserved_gib", "host_memory_gib", "gpu_percent", "gpu_power_w")
@@ -28,7 +28,7 @@ BY_RANK = ("memory_reserved_gib", "host_memory_gib", "gpu_percent", "gpu_power_w
 _OBJECTIVES = OBJECTIVES.values()
 TRAIN = (
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "trained_tokens_per_second", "mfu", "memory_gib",
-    "data_wait", "aux_loss", *BY_RANK,
+    "data_wait", "aux_loss", *BY_RANK, *SAMPLED,
     *dict.fromkeys(name for spec in _OBJECTIVES if spec.reports_in_training for name in spec.metrics),
 )  # fmt: skip
 EVAL = tuple(dict.fromkeys(name for spec in _OBJECTIVES for name in evaluation_metrics(spec)))

@@ -299,6 +299,46 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     expect(everything).to_be_hidden()
 
 
+def test_sampled_answers_are_read_by_step_and_prompt(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "sampled-run", minutes=400)
+    rows = [{"step": step, "loss": 0.0, "tokens": step, "elapsed_s": step, "reward": step / 10} for step in (1, 2)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    run.rollouts.mkdir()
+
+    def write(step: int) -> None:
+        texts = [["What is 2 + 2?", "\n5", "4"], ["What is 2 + 2?", "4", "4"], ["<b>Why?</b>", "", "So."]]
+        functions = {"exact_match": [0, 1, 0], "/f.py:short": [0, 1, 0]}
+        record = {"prompts": [3, 3, 8], "answers": [[1], [1, 2], [1]], "ended": [False, True, True], "texts": texts,
+                  "rewards": [0.0, step, 0.5], "by_function": functions}  # fmt: skip
+        (run.rollouts / f"step-{step}.json").write_text(json.dumps(record), encoding="utf-8")
+
+    write(1)
+    write(2)
+    page = new_page("/run?run=sampled-run")
+    part, facts = page.locator(".ts-answers"), page.locator(".ts-facts")
+    expect(facts).to_contain_text("Reward0.2")
+    expect(facts).not_to_contain_text("Loss")
+    part.scroll_into_view_if_needed()
+    expect(part).to_contain_text("Step 2, prompt 1 of 2: mean reward 1.")
+    best_first = [re.compile("2.*1.*2.*4"), re.compile("0.*5 … cut at max_completion_length")]
+    expect(part.locator("tbody tr")).to_have_text(best_first)
+    expect(part.locator("th")).to_have_text(["Reward", "exact_match", "short", "Tokens", "Answer"])
+    axe(page)
+    page.get_by_role("button", name="Next prompt").click()
+    expect(part.locator(".ts-prompt")).to_have_text("<b>Why?</b>")  # as text, not as markup
+    expect(part.locator("tbody")).to_contain_text("empty")
+    write(3)  # what is read stays, though the run goes on
+    page.get_by_role("button", name="Earlier step").click()
+    expect(part).to_contain_text("Step 1, prompt 2 of 2")
+    for _ in range(2):
+        page.get_by_role("button", name="Later step").click()
+    expect(part).to_contain_text("Step 3, prompt 2 of 2")
+    expect(page.get_by_role("button", name="Later step")).to_have_attribute("aria-disabled", "true")
+    write(4)  # the newest step is followed
+    expect(part).to_contain_text("Step 4, prompt 2 of 2", timeout=20_000)
+    shutil.rmtree(run.path)
+
+
 def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, server: Served) -> None:
     run = made_run(server.runs_dir, "wide-run", world=12, minutes=400)
     lines = [

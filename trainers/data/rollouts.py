@@ -136,7 +136,7 @@ class RecordedStep:
         ended: whether each answer came to its end.
         rewards: weighted sum of the rewards of each answer.
         by_function: rewards of each function.
-        texts: prompt and answer as text, for readers.
+        texts: prompt, answer, and the answer in the data, as text, for readers.
         fingerprint: sha256 of the tokens of the prompts.
     """
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from app.diagnosis.advice import Change, diagnose
 from app.launch import actions, background
 from app.launch.foreground import CheckBroke
+from app.runs.answers import answers_view
 from app.runs.detail import checkpoints, run_files, run_view
 from app.runs.log import find_in_log, log_writers, read_log
 from app.runs.metrics import Curves
@@ -156,8 +157,13 @@ class _Page:
             plan = request.get("plan") is True
             return json_response(lambda: self.memory.view(self._requested_run(request), plan))
 
+        def answers(request: dict[str, Any]) -> Response:
+            step, prompt, since = request.get("step"), request.get("prompt", 0), request.get("since")
+            return json_response(lambda: answers_view(self._requested_run(request), step, prompt, since))
+
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
+        live_part("answers", "answers", [answers], "Sampled answers")
         live_part("ranks", "ranks", [rank_curves], "Ranks, one process each")
         live_part("memory", "memory", [memory], "Memory by rank")
         self.proof.lay_out()

@@ -85,10 +85,11 @@ def _membership(member: dict[str, Any], comparison: dict[str, str] | None) -> Ht
 
 def _facts(view: dict[str, Any]) -> Html:
     memory = [(rank["memory_gib"], rank["rank"]) for rank in view["ranks"] if rank["memory_gib"] is not None]
+    measure = "loss" if view["reward"] is None else "reward"
     facts = [
         ("Time left", duration_text(view["eta_s"])),
-        ("Loss", number_text(view["loss"])),
-        ("Evaluation loss", number_text(view["eval_loss"])),
+        (measure.capitalize(), number_text(view[measure])),
+        (f"Evaluation {measure}", number_text(view[f"eval_{measure}"])),
         ("Tokens per second", number_text(view["tokens_per_second"])),
         ("Peak speed used (MFU)", percent_text(view["mfu"], 1)),
         ("Most memory", "{:.2f} GiB, rank {}".format(*max(memory)) if memory else "-"),

@@ -13,6 +13,7 @@ Live.compare = (element, server) => {
     tokens_per_second: "Tokens per second", memory_gib: "Memory, GiB", eval_token_accuracy: "Evaluation accuracy",
     mfu: "Peak speed used (MFU)", aux_loss: "Load balancing loss",
     reward_accuracy: "Preference accuracy", eval_reward_accuracy: "Evaluation preference accuracy",
+    reward: "Reward of sampled answers", eval_reward: "Evaluation reward", answer_tokens: "Tokens of an answer",
     reward_margin: "Reward margin", eval_reward_margin: "Evaluation reward margin",
     kl: "KL divergence", eval_kl: "Evaluation KL divergence" };
   const params = new URLSearchParams(location.search);

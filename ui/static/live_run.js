@@ -13,6 +13,8 @@ Live.run = (element, server) => {
   root.querySelector(".ts-tools").append(whole);
   root.append(status, grid);
   const CHARTS = [
+    ["Reward of sampled answers", "What training raises: the mean over the answers of a step.",
+      [["train", "reward", "train"], ["eval", "eval_reward", "evaluation"]], false],
     ["Loss", "How far the predictions are from the data; lower is better.",
       [["train", "loss", "train"], ["eval", "eval_loss", "evaluation"]], true],
     ["Preference accuracy", "Share of the pairs whose chosen answer has the higher reward, or of the answers whose reward fits their label.",
@@ -22,8 +24,17 @@ Live.run = (element, server) => {
     ["Rewards", "How much more likely than before training the model finds each answer.",
       [["train", "reward_chosen", "chosen"], ["train", "reward_rejected", "rejected"],
         ["train", "reward_desirable", "desirable"], ["train", "reward_undesirable", "undesirable"]], false],
-    ["KL divergence", "How far the model is from the initial one, on answers to other prompts.",
+    ["KL divergence", "How far the model is from the one that it starts from, or from its teacher.",
       [["train", "kl", "train"], ["eval", "eval_kl", "evaluation"]], false],
+    ["Prompts and answers that teach little", "Prompts whose answers all got the same reward, and answers that were cut.",
+      [["train", "equal_groups", "share of prompts with equal rewards"], ["train", "truncated", "share of answers cut"]], false],
+    ["Tokens of an answer", "Mean over the answers of a step.",
+      [["train", "answer_tokens", "train"], ["eval", "eval_answer_tokens", "evaluation"]], false],
+    ["Sampler and trainer", "How far their log-probabilities of a token differ; a large gap means that answers are stale.",
+      [["train", "sampler_difference", "mean difference"]], true],
+    ["Clipped, share", "Answers, or their tokens, that have moved as far as a step may move them.", [["train", "clip_ratio", "clipped"]], false],
+    ["Seconds of a step before training", "Sampling answers, and computing their rewards.",
+      [["train", "sampling_s", "sampling"], ["train", "rewards_s", "rewards"]], false],
     ["Load balancing loss", "Lowest when all experts get as much work.", [["train", "aux_loss", "of all experts, without its coefficient"]], false],
     ["Learning rate", "How far a step may move the weights.", [["train", "learning_rate", "learning rate"]], false],
     ["Gradient norm", "How hard a step pulls at the weights; a jump is a warning.", [["train", "grad_norm", "gradient norm"]], true],
