@@ -84,7 +84,7 @@ class Sampler:
         ends = stop_tokens(self.tokenizer, base.generation_config or GenerationConfig())
         self.stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
         self.vocabulary = int(base.config.get_text_config().vocab_size)
-        self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout)
+        self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout, config.reward_schema)
         self.weights = np.array(config.reward_weights or [1.0] * len(config.reward_funcs))
 
     def step_batch(self, step: int, beat: Beat) -> StepBatch:

@@ -32,6 +32,7 @@ LABELS = {
     "simpo_gamma": "Margin of the rewards",
     "nll_weight": "Weight of the supervised loss",
     "reward_funcs": "Rewards",
+    "reward_schema": "JSON Schema of answers",
     "reward_weights": "Weight of each reward",
     "reward_timeout": "Time for the rewards of a step",
     "num_generations": "Answers per prompt",

@@ -41,7 +41,7 @@ def short_name(objective: str) -> str:
 
 
 def read_file(option: str, value: str) -> bytes:
-    """The source of `path.py:Name`.
+    """The content of a small file: a path, or `path.py:Name`.
 
     Args:
         option: the option whose value it is, for messages.
@@ -51,16 +51,16 @@ def read_file(option: str, value: str) -> bytes:
         ConfigError: if the file cannot be read.
     """
     parts = split_objective(value)
-    assert parts is not None
+    path = parts[0] if parts else Path(value).expanduser()
     try:
-        about = parts[0].stat()
+        about = path.stat()
         if not stat.S_ISREG(about.st_mode):  # a pipe would block
             raise ConfigError.about(option, value, "is not a regular file", "check the path")
         if about.st_size > _MOST_BYTES:
             raise ConfigError.about(
                 option, value, f"has a file of more than {_MOST_BYTES:,} bytes", "use a smaller one"
             )
-        return parts[0].read_bytes()
+        return path.read_bytes()
     except OSError as error:
         raise ConfigError.about(option, value, f"cannot be read: {error.strerror or error}", "check the path") from None
 

@@ -163,16 +163,16 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "Sample several answers to each prompt, reward them with functions, and make the better ones more likely.",
             formats=("chat", "sharegpt", "prompt_completion", "alpaca"), metrics=("clip_ratio", "sampler_difference"),
             defaults={
-                "reward_funcs": ["exact_match"], "reward_weights": [], "reward_timeout": 60.0, "num_generations": 8,
-                "max_completion_length": 256, "epsilon": 0.2, "epsilon_high": None, "importance_sampling_cap": 2.0,
-                "mask_truncated_completions": False, "recorded_answers": None,
+                "reward_funcs": ["exact_match"], "reward_weights": [], "reward_schema": None, "reward_timeout": 60.0,
+                "num_generations": 8, "max_completion_length": 256, "epsilon": 0.2, "epsilon_high": None,
+                "importance_sampling_cap": 2.0, "mask_truncated_completions": False, "recorded_answers": None,
             },
             loss_types=("grpo", "dr_grpo", "dapo", "gspo", "rloo"), samples=True,
             source="https://arxiv.org/abs/2402.03300",
         ),
     )
 }  # fmt: skip
-REWARDS = ("exact_match", "math_verify")
+REWARDS = ("exact_match", "math_verify", "json_schema")
 """Rewards of sampled answers that ship with Tunesmith (`trainers/rewards/functions.py`)."""
 OWN_OPTIONS = ("loss_type", *dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.defaults))
 """Options that only some objectives read."""

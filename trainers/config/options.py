@@ -143,9 +143,11 @@ class TrainConfig(BaseModel):
     center_rewards_coefficient: float = _option("objective", 0.0, ge=0, le=1000)
     """Weight of the squared sum of both scores of a pair in the loss of reward; centres scores at 0."""
     reward_funcs: RewardNames = _option("objective", ["exact_match"], min_length=1)
-    """Rewards of sampled answers, comma-separated: exact_match, math_verify, or `path.py:function`, one of yours."""
+    """Rewards of answers, comma-separated: exact_match, math_verify, json_schema, or yours, `path.py:function`."""
     reward_weights: Numbers = _option("objective", [])
     """Weight of each reward, comma-separated; default: 1 each."""
+    reward_schema: Annotated[str | None, Optionally] = _option("objective", None)
+    """File of the JSON Schema that an answer must fit to get 1 from the reward json_schema."""
     reward_timeout: float = _option("objective", 60.0, "seconds", gt=0, le=10**6)
     """Time that the rewards of a step's answers may take."""
     num_generations: int = _option("objective", 8, "answers", ge=2, le=4096)

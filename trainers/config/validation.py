@@ -168,7 +168,7 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
         (samples and config.torch_compile,
          "torch_compile", True, f"{objective}: compiled layers do not sample", "leave it out"),
     ]  # fmt: skip
-    rewards = reward_mistakes(config.reward_funcs) if samples else []
+    rewards = reward_mistakes(config.reward_funcs, config.reward_schema) if samples else []
     return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards]
 
 
@@ -193,6 +193,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
     ignore({*OWN_OPTIONS} & changed - {*spec.options}, f"objective={spec.name} does not read it")
     if "jsd_beta" in spec.defaults and config.loss_type != "jsd":
         ignore({"jsd_beta"} & changed, f"loss_type={config.objective_options()['loss_type']}")
+    if spec.samples and "json_schema" not in config.reward_funcs:
+        ignore({"reward_schema"} & changed, "json_schema is not among reward_funcs")
     if config.max_steps is not None and "num_train_epochs" in changed:
         ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from trainers.config.strict_json import unique_keys
 
 Reward = Callable[..., Sequence[float]]
 """Called with the lists `prompts`, `completions` and `answer` by name, as far as it has such parameters."""
@@ -23,4 +27,29 @@ def math_verify(completions: Sequence[str], answer: Sequence[str]) -> list[float
     return [float(bool(gold) and verify(gold, text, timeout_seconds=None)) for gold, text in parsed]
 
 
+def json_schema(schema: Any) -> Reward:
+    """Rewards an answer with 1 if it is nothing but JSON that fits a schema; otherwise with 0.
+
+    Args:
+        schema: the JSON Schema, by the package `jsonschema`. It may refer to its own parts; nothing is fetched.
+    """
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from referencing import Registry
+
+    validator = validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
+
+    def fits(text: str) -> bool:
+        try:
+            return bool(validator.is_valid(json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse)))
+        except (ValueError, RecursionError):
+            return False
+
+    return lambda completions: [float(fits(text)) for text in completions]
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 FUNCTIONS: dict[str, Reward] = {"exact_match": exact_match, "math_verify": math_verify}
+"""Those that need nothing but answers."""

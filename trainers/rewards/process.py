@@ -44,10 +44,11 @@ class RewardProcess:
     Args:
         names: rewards that ship with Tunesmith, or `path.py:function`.
         timeout: seconds that the answers of a step may take.
+        schema: file of the JSON Schema, for the reward `json_schema`.
     """
 
-    def __init__(self, names: Sequence[str], timeout: float):
-        self.names, self.timeout = names, timeout
+    def __init__(self, names: Sequence[str], timeout: float, schema: str | None = None):
+        self.names, self.timeout, self.schema = names, timeout, schema
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: Any = None
 
@@ -87,7 +88,8 @@ class RewardProcess:
         environment = child_environment(
             {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}, str(ROOT)
         )
-        command = [sys.executable, "-P", "-m", "trainers.rewards.worker", str(MEMORY_GIB), *self.names]
+        command = [sys.executable, "-P", "-m", "trainers.rewards.worker", str(MEMORY_GIB), self.schema or "",
+                   *self.names]  # fmt: skip
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         pipe = subprocess.PIPE
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self._errors, env=environment,

@@ -1,4 +1,4 @@
-"""The process that computes rewards: `python -P -m trainers.rewards.worker MEMORY_GIB NAME...`
+"""The process that computes rewards: `python -P -m trainers.rewards.worker MEMORY_GIB SCHEMA NAME...`
 
 Reads requests as JSON lines from standard input and writes an answer to each. What the functions print goes to standard
 error. Its limits and its environment guard against accidents; it is no sandbox.
@@ -15,22 +15,27 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from trainers.config.objective_file import split_objective
-from trainers.rewards.functions import FUNCTIONS, Reward
+from trainers.rewards.functions import FUNCTIONS, Reward, json_schema
 from trainers.run.process_limits import expect_death
 
 
-def load(name: str) -> Reward:
+def load(name: str, schema: str) -> Reward:
     """The function of a reward; runs its file if it is one of the user's.
+
+    Args:
+        name: the reward.
+        schema: path of the JSON Schema that `json_schema` compares with.
 
     Raises:
         ValueError: if the file has no such function.
     """
     parts = split_objective(name)
     if parts is None:
-        return FUNCTIONS[name]
+        return json_schema(json.loads(Path(schema).read_bytes())) if name == "json_schema" else FUNCTIONS[name]
     spec = importlib.util.spec_from_file_location("tunesmith_reward", parts[0])
     assert spec is not None
     assert spec.loader is not None
@@ -71,7 +76,7 @@ def computed(function: Reward, request: Mapping[str, Sequence[str]]) -> list[flo
     return numbers
 
 
-def main(memory_gib: float, names: Sequence[str]) -> None:
+def main(memory_gib: float, schema: str, names: Sequence[str]) -> None:
     """Answers requests until standard input closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which ends this process
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -90,7 +95,7 @@ def main(memory_gib: float, names: Sequence[str]) -> None:
         try:
             request = json.loads(line)
             for name in names:
-                functions[name] = functions.get(name) or load(name)
+                functions[name] = functions.get(name) or load(name, schema)
                 answer[name] = computed(functions[name], request)
         except BaseException as error:  # whatever a function does, such as sys.exit
             answer = {"failed": name, "error": f"{type(error).__name__}: {error}"[:1000]}
@@ -99,4 +104,4 @@ def main(memory_gib: float, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]), sys.argv[2:])
+    main(float(sys.argv[1]), sys.argv[2], sys.argv[3:])

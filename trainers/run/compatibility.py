@@ -16,6 +16,7 @@ from trainers.config.fields import text_of
 from trainers.config.mistakes import Mistake
 from trainers.config.objective_file import file_version
 from trainers.config.options import TrainConfig
+from trainers.config.reward_file import schema_version
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
 from trainers.run.manifest import read_manifest
 from trainers.run.teacher import teacher_version
@@ -95,7 +96,7 @@ def _is_docstring(node: Any) -> bool:
 
 
 def recorded_versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what a checkpoint records: `versions()`, and the digests of an objective, rewards and a teacher.
+    """Returns what a checkpoint records: `versions()`, and the digests of objective, rewards, schema and teacher.
 
     Raises:
         ConfigError: If that file cannot be read.
@@ -103,6 +104,8 @@ def recorded_versions(config: TrainConfig) -> dict[str, str]:
     rewards = config.reward_funcs if config.objective_spec.samples else []
     files = [("objective", config.objective), *(("reward", name) for name in rewards)]
     digests = {name: digest for file in files for name, digest in file_version(*file).items()}
+    if "json_schema" in rewards and config.reward_schema:
+        digests |= schema_version(config.reward_schema)
     return versions() | digests | teacher_version(config)
 
 

@@ -15,6 +15,7 @@ from ui.parts import Html, element, join, note
 _PLACEHOLDERS = {
     "teacher": "Hub id, folder or run",
     "reward_weights": "1 each",
+    "reward_schema": "schema.json",
     "epsilon_high": "the same",
     "recorded_answers": "folder rollouts of a run",
 }

@@ -10,7 +10,7 @@ import pytest
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.reward_file import reward_mistakes
-from trainers.config.validation import build
+from trainers.config.validation import build, ignored_choices
 from trainers.rewards.functions import exact_match, math_verify
 from trainers.rewards.process import RewardProcess
 from trainers.run.compatibility import recorded_versions
@@ -125,11 +125,11 @@ def test_a_file_is_not_run_before_the_start(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.py")
-    assert "is not a regular file" in str(reward_mistakes([f"{tmp_path / 'pipe.py'}:f"])[0])
+    assert "is not a regular file" in str(reward_mistakes([f"{tmp_path / 'pipe.py'}:f"], None)[0])
     absent = f"{tmp_path / 'absent.py'}:f"
     cause = "cannot be read: No such file or directory; check the path"
-    assert str(reward_mistakes([absent])[0]) == f"reward_funcs={absent} {cause}"
-    assert reward_mistakes(["exact_match", "math_verify"]) == []
+    assert str(reward_mistakes([absent], None)[0]) == f"reward_funcs={absent} {cause}"
+    assert reward_mistakes(["exact_match", "math_verify"], None) == []
 
 
 @pytest.mark.parametrize(
@@ -150,3 +150,67 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 def test_options_that_do_not_fit_are_refused(changes: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         build({**GRPO, **changes})
+
+
+# -- a JSON Schema -----------------------------------------------------------------------------------------------------
+
+PET = {
+    "type": "object", "properties": {"name": {"type": "string"}, "age": {"$ref": "#/$defs/age"}}, "required": ["name"],
+    "additionalProperties": False, "$defs": {"age": {"type": "integer", "minimum": 0}},
+}  # fmt: skip
+
+
+def schema_file(folder: Path, schema: object) -> str:
+    path = folder / "schema.json"
+    path.write_text(schema if isinstance(schema, str) else json.dumps(schema))
+    return str(path)
+
+
+def test_an_answer_fits_a_schema_or_does_not(tmp_path: Path) -> None:
+    answers = {
+        '{"name": "Rex", "age": 3}': 1.0, ' \n{"name": ""} ': 1.0, '{"name": "Rex", "age": -1}': 0.0,
+        '{"name": "Rex", "age": 2.5}': 0.0, '{"age": 3}': 0.0, '{"name": "Rex", "colour": 1}': 0.0, "": 0.0, "Rex": 0.0,
+        '```json\n{"name": "Rex"}\n```': 0.0, '{"name": "Rex"} and more': 0.0, '{"name": "a", "name": "b"}': 0.0,
+        '{"name": NaN}': 0.0, "[" * 10**5: 0.0, "null": 0.0,
+    }  # fmt: skip
+    process = RewardProcess(["json_schema"], 60, schema_file(tmp_path, PET))
+    rewards = process.compute([""] * len(answers), list(answers), [""] * len(answers))["json_schema"]
+    process.close()
+    assert dict(zip(answers, rewards, strict=True)) == answers
+
+
+@pytest.mark.parametrize(
+    ("schema", "sentence"),
+    [
+        (None, "reward_schema is not set, and the reward json_schema needs it; name its file"),
+        ("{", "is no JSON: Expecting property name"),
+        ('{"type": "object", "type": "array"}', "is no JSON: duplicate key 'type'"),
+        ({"type": "objekt"}, "is no JSON Schema: $.type: 'objekt' is not valid"),
+        ("[]", "is no JSON Schema: $: [] is not of type 'object', 'boolean'"),
+        ("true", "is true, which fits all answers or none"),
+        ({"$ref": "https://example.com/pet.json"}, "refers to 'https://example.com/pet.json', which it does not hold"),
+        ({"items": [{"$ref": "file:///etc/passwd"}]}, ""),
+        ({"properties": {"a": {"$ref": "#/$defs/absent"}}}, "refers to '#/$defs/absent', which it does not hold"),
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_refused(schema: object, sentence: str, tmp_path: Path) -> None:
+    path = None if schema is None else schema_file(tmp_path, schema)
+    with pytest.raises(ConfigError) as caught:
+        build({**GRPO, "reward_funcs": "json_schema", "reward_schema": path})
+    assert sentence in str(caught.value)
+    assert "reward_schema" in str(caught.value)
+
+
+def test_a_schema_is_checked_again_at_a_resume_and_ignored_without_its_reward(tmp_path: Path) -> None:
+    config = build({**GRPO, "reward_funcs": "json_schema", "reward_schema": schema_file(tmp_path, PET)})
+    before = recorded_versions(config)
+    assert "the reward_schema schema.json" in before
+    schema_file(tmp_path, {**PET, "required": []})
+    assert recorded_versions(config) != before
+    other = build({**GRPO, "reward_schema": str(tmp_path / "schema.json")})
+    assert [str(mistake) for mistake in ignored_choices(other)] == [
+        "reward_schema is ignored: json_schema is not among reward_funcs"
+    ]
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        build({**GRPO, "reward_funcs": "json_schema", "reward_schema": str(tmp_path / "pipe.json")})
