@@ -19,8 +19,11 @@ def allowed(run: RunFolder) -> list[str]:
         return ["cancel", *([] if "scheduler" in current else _moves(run)), "clone"]
     if state not in END_STATES:
         return ["stop", *([] if state == "stopping" else ["save"]), "stop_without_saving", "clone"]
+    further = ["resume", "resume_changed"]
+    if state == "done":
+        further = ["train_further"] if current.get("export_dir") else []
     exports = ["export"] if last_checkpoint(run) else []
-    return [*(["resume", "resume_changed"] if state != "done" else []), *exports, "clone", "rename", "delete"]
+    return [*further, *exports, "clone", "rename", "delete"]
 
 
 def _moves(run: RunFolder) -> list[str]:

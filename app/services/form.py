@@ -20,7 +20,7 @@ from app.hardware import Devices
 from app.launch.device_fit import fit_devices
 from app.launch.job import TrainJob, job_of
 from app.launch.slurm import slurm_job
-from app.runs.runs import gpu_ids, run_of_id, world_size
+from app.runs.runs import gpu_ids, world_size
 from app.schedulers.slurm import script
 from app.schedulers.slurm_options import SlurmOptions, is_site_file
 from app.services.allowed_paths import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
@@ -449,15 +449,6 @@ def from_run(run: RunFolder) -> Choices:
     stored = load_strategy(str(run.accelerate))
     strategy = stored.name if _is_shipped(stored, config) else str(run.accelerate)
     return Choices(config.preset, values, strategy, tuple(ids), None if ids else processes)
-
-
-def clone(run_id: str, runs_dir: Path) -> Choices:
-    """`from_run` for untrusted callers, which may give only the id of a run.
-
-    Raises:
-        ConfigError: also for a path.
-    """
-    return from_run(run_of_id(run_id, runs_dir))
 
 
 def _is_shipped(stored: Strategy, config: TrainConfig) -> bool:

@@ -267,7 +267,7 @@ def test_an_open_list_hides_what_lies_below(new_page: Tabs, path: str, size: str
         assert shown.evaluate(_COVERED) != []
 
 
-@pytest.mark.parametrize("query", ["preset=nope", "clone=GONE", "resume=GONE"])
+@pytest.mark.parametrize("query", ["preset=nope", "clone=GONE", "from_run=GONE", "resume=GONE"])
 def test_an_address_that_names_nothing_opens_a_working_form(new_page: Tabs, query: str) -> None:
     page = opened(new_page, f"/?{query}")
     expect(page.locator("#train-resume [role=alert]")).to_contain_text(query.partition("=")[2])
@@ -323,7 +323,9 @@ def test_uploaded_data_is_used(new_page: Tabs, tmp_path: Path) -> None:
     expect(page.locator("#opt-dataset_name input")).to_have_value(re.compile(r"/\.uploads/dropped.*\.txt"))
 
 
-def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Served], new_page: Tabs) -> None:
+def test_launched_twice_it_is_one_run_that_can_be_cloned_and_trained_further(
+    serve: Callable[..., Served], new_page: Tabs
+) -> None:
     server = serve()
     page = new_page("/", server=server)
     expect(page.locator("#train-command pre")).to_be_visible()  # what is filled in before is filled over
@@ -340,6 +342,13 @@ def test_launched_twice_it_is_one_run_that_can_be_cloned(serve: Callable[..., Se
     page = new_page(f"/?clone={run_id}", server=server)
     expect(page.locator("#opt-max_steps input")).to_have_value("4")
     expect(page.locator("#train-command")).to_contain_text("--max_steps 4")
+    page = new_page(f"/run?run={run_id}", server=server)
+    page.locator("#run-train_further").click()
+    page.wait_for_url(f"**/?from_run={run_id}")
+    expect(page.locator("#train-resume")).to_contain_text(f"Starts from the result of {run_id}")
+    expect(page.locator("#train-command")).to_contain_text(f"{run_id}/model")
+    expect(page.locator("#train-command")).not_to_contain_text("--max_steps")
+    expect(page.locator(".ts-verdict-good")).to_be_visible()
 
 
 def test_what_the_check_refuses_is_told_beside_its_field(new_page: Tabs, server: Served) -> None:

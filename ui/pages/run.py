@@ -34,9 +34,8 @@ _POLL_SECONDS = 1.0
 """Seconds between two refreshes."""
 _BUTTONS = {
     "stop": "Stop and save", "save": "Save now", "stop_without_saving": "Stop without saving", "cancel": "Cancel",
-    "move_up": "Move up", "move_down": "Move down", "resume": "Resume",
-    "resume_changed": "Resume with changes", "export": "Export", "clone": "Clone", "rename": "Rename",
-    "delete": "Delete",
+    "move_up": "Move up", "move_down": "Move down", "resume": "Resume", "resume_changed": "Resume with changes",
+    "train_further": "Train further", "export": "Export", "clone": "Clone", "rename": "Rename", "delete": "Delete",
 }  # fmt: skip
 _WHILE_LIVE = ("stop", "save", "stop_without_saving", "cancel", "move_up", "move_down")
 """Actions of a run that has not ended, in a row of their own."""
@@ -249,6 +248,7 @@ class _Page:
             success = "resumed with this remedy; the run continues in the background"
             self._connect_start(button, self._apply_remedy(index), success)
         self._link_to_form("clone", "clone")
+        self._link_to_form("train_further", "from_run")
         self._link_to_form("resume_changed", "resume")
 
     def _apply_remedy(self, index: int) -> Callable[[RunFolder, str], RunFolder]:

@@ -12,6 +12,7 @@ from gradio.context import Context
 from app.launch import slurm
 from app.launch.background import start
 from app.launch.foreground import CheckBroke
+from app.services.address import choices_of
 from app.services.choices import gpu_choices, strategy_choices
 from app.services.draft import read_draft
 from app.services.form import (
@@ -19,7 +20,6 @@ from app.services.form import (
     DefaultGpus,
     Preview,
     by_field,
-    clone,
     default_gpus,
     load_yaml,
     preview,
@@ -56,6 +56,7 @@ from ui.pages.train_parts import (
     presets_panel,
     rate_curve,
     resume_banner,
+    start_banner,
     strategy_note,
 )
 from ui.pages.train_scripts import serve_scripts
@@ -425,7 +426,7 @@ class _Form:
         return [filled[-3], False, preset, strategy, devices, *raw]
 
     def prefill(self, draft: str, request: gr.Request) -> list[Any]:
-        """Fills the form from `?resume=RUN`, `?clone=RUN` or `?preset=NAME` in the URL, or from the tab's draft."""
+        """Fills the form from `?resume=`, `?clone=` or `?from_run=RUN`, `?preset=NAME`, or from the tab's draft."""
         query = dict(request.query_params)
         saved = read_draft(draft)
         new_run: list[Any] = ["", gr.update(visible=False), gr.update(value=False, visible=False)]
@@ -433,15 +434,11 @@ class _Form:
             if query.get("resume"):
                 form = resume_form(query["resume"], self.context.runs_dir)
                 return self._fill_resume(form, read_draft(draft, form.texts))
-            if saved:
-                return [*self._with_gpus(self._fill(saved, devices=True), saved.preset or ""), *new_run]
-            if query.get("clone"):
-                cloned = clone(query["clone"], self.context.runs_dir)
-                return [*self._with_gpus(self._fill(cloned, devices=True)), *new_run]
-            if query.get("preset"):
-                preset = find_preset(query["preset"]).name
-                updates = self._fill(Choices(preset), devices=False)
-                return [*self._with_gpus(updates, preset), *new_run]
+            if choices := saved or choices_of(query, self.context.runs_dir):
+                updates = self._fill(choices, devices=bool(saved or query.get("clone")))
+                if query.get("from_run"):
+                    new_run[1] = gr.update(value=start_banner(query["from_run"]), visible=True)
+                return [*self._with_gpus(updates, choices.preset or ""), *new_run]
         except ConfigError as error:  # show the form anyway, as if there were no query
             new_run[1] = gr.update(value=alert_list(error.lines), visible=True)
         return [*self._with_gpus([gr.skip()] * (4 + len(self.fields) + len(NAMING))), *new_run]

@@ -63,7 +63,7 @@ def page(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("name", ["nope", "../etc", "/etc/passwd", "<b>x</b>", "a\0b", "x" * 5000])
-@pytest.mark.parametrize("query", ["preset", "clone", "resume"])
+@pytest.mark.parametrize("query", ["preset", "clone", "from_run", "resume"])
 def test_an_address_that_names_nothing_opens_a_working_form(page: Any, query: str, name: str) -> None:
     request: Any = SimpleNamespace(query_params={query: name})
     *filled, resumed, banner, force = page.prefill("", request)

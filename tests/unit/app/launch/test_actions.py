@@ -72,6 +72,8 @@ def test_what_a_state_allows(state: str, alive: bool, expected: list[str], livin
     run = made_run(RUNS, "a", state, processes=[living] if alive else [])
     add_checkpoint(run, 60)
     assert allowed(run) == expected
+    run.write_state(export_dir=str(run.model))
+    assert allowed(run) == [*(["train_further"] if state == "done" else []), *expected]
 
 
 def test_a_queued_run_moves_where_there_is_another(living: dict[str, Any]) -> None:
