@@ -8,13 +8,14 @@ from trainers.objectives.pairs import PairLoss, Pairs, smoothed
 
 
 class Cpo(PairLoss):
-    """Compares log-probabilities; `nll_weight` adds the supervised loss on the chosen answers."""
+    """Compares log-probabilities (`ipo`: means per token). `nll_weight` adds the supervised loss on chosen answers."""
 
     def losses(self, pairs: Pairs) -> torch.Tensor:
         """See `PairLoss`."""
-        difference = pairs.chosen - pairs.rejected
         if self.options["loss_type"] == "ipo":
-            return (difference - 1 / (2 * self.beta)) ** 2
+            means = pairs.chosen / pairs.chosen_tokens, pairs.rejected / pairs.rejected_tokens
+            return (means[0] - means[1] - 1 / (2 * self.beta)) ** 2
+        difference = pairs.chosen - pairs.rejected
         if self.options["loss_type"] == "hinge":
             return torch.relu(1 - self.beta * difference)
         return smoothed(self.beta * difference, self.options["label_smoothing"])

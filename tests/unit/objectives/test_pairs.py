@@ -77,7 +77,7 @@ FORMULAS = {
     ("cpo", (("loss_type", "hinge"), ("nll_weight", 0.5))): lambda c, r, n, m, a, b: (
         max(0, 1 - 0.1 * (c - r)) - 0.5 * NLL_SCALE * c
     ),
-    ("cpo", (("loss_type", "ipo"), ("nll_weight", 0.0))): lambda c, r, n, m, a, b: (c - r - 1 / 0.2) ** 2,
+    ("cpo", (("loss_type", "ipo"), ("nll_weight", 0.0))): lambda c, r, n, m, a, b: (c / n - r / m - 1 / 0.2) ** 2,
     ("orpo", ()): lambda c, r, n, m, a, b: (
         -0.1 * math.log(sigmoid(math.log(odds(c / n) / odds(r / m)))) - NLL_SCALE * c
     ),
