@@ -76,6 +76,18 @@ def test_what_is_small_by_far_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert known_verdict(job_of("qwen3-8b-lora")) is None, "its files are not here"
 
 
+def test_a_large_teacher_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3.3 70B, whose config ships with its presets, in bf16: 131 GiB."""
+    stand_in(monkeypatch, 0)
+    flags = ["tiny-full", "--mixed_precision", "bf16", "--objective", "distill", "--teacher"]
+    assert known_verdict(job_of(*flags, "embedded")) == Verdict(True), "control"
+    job = job_of(*flags, "meta-llama/Llama-3.3-70B-Instruct")
+    assert known_verdict(job) is None
+    verdict = memory_verdict(job)
+    assert verdict.fits is False
+    assert "most of it is weights, 131." in verdict.line
+
+
 @pytest.mark.parametrize("content", [None, '{"a":' * 100_000, '{"num_hidden_layers": 1e999}'])
 def test_a_config_that_cannot_be_read_is_not_waited_for(content: str | None) -> None:
     """The check that comes before a launch says why."""
