@@ -14,6 +14,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
+from tests.presets import left_to_the_user
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.presets import find_preset, preset_names, published_config
@@ -696,7 +697,8 @@ def test_every_preset_ships_the_config_that_a_plan_counts(monkeypatch: pytest.Mo
     seen = set()
     for name in preset_names():
         options = find_preset(name).options
-        settings, path = build({**options, "max_length": 16, "max_completion_length": 8}), options["model_name_or_path"]
+        short, path = {"max_length": 16, "max_completion_length": 8}, options["model_name_or_path"]
+        settings = build({**options, **short, **left_to_the_user(name)})
         published = published_config(path)
         assert path == "embedded" or published, f"{name}: no config ships"
         if path not in seen:

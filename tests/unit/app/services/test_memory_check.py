@@ -184,6 +184,30 @@ def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "warning: needs 99 GiB" in capsys.readouterr().err
 
 
+def test_the_demo_of_a_distillation_trains_its_teacher_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from app.commands import demo
+
+    started: list[TrainJob] = []
+    monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "done", "step": 1})
+    monkeypatch.setattr(demo, "speed", lambda run: (1.0, 1.0))
+    scores = {"eval_loss": 0.1, "exact_match": 0.9, "samples": []}
+    monkeypatch.setattr(demo, "score", lambda job: (scores, scores))
+    assert demo.run_demo("tiny-distill", None, "2", Path("runs"), False) == 0
+    teacher, student = started
+    assert (teacher.config.preset, student.config.preset) == ("tiny-full", "tiny-distill")
+    assert student.config.teacher == str(teacher.run.model)
+    assert f"tunesmith train tiny-distill --teacher {teacher.run.model}" in capsys.readouterr().out
+    started.clear()
+    monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "stopped", "step": 0})
+    assert demo.run_demo("tiny-distill", None, "2", Path("runs"), False) == 130
+    assert [job.config.preset for job in started] == ["tiny-full"], "nothing to learn from"
+    started.clear()
+    assert demo.run_demo("tiny-lora", None, "2", Path("runs"), False) == 130
+    assert [job.config.preset for job in started] == ["tiny-lora"]
+
+
 @pytest.mark.parametrize("by_count", [True, False])
 def test_a_script_is_told_and_nobody_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_count: bool) -> None:
     import gradio as gr
