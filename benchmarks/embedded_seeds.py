@@ -1,7 +1,8 @@
 """What the embedded presets learn, on the held-out test split, over seeds: `python -m benchmarks.embedded_seeds`.
 
 Each run is `tunesmith train PRESET --seed N` on two processes, then `trainers.tools.score`. A preset that learns from
-pairs is trained a second time with chosen and rejected swapped, as a control. Prints a table.
+pairs is trained a second time with chosen and rejected swapped, as a control. One that distils learns from a tiny-full
+of the same seed, and as a control from the base itself. Prints a table.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.objectives import PREFERENCE
+from trainers.config.options import EMBEDDED
 from trainers.config.parse import Request
+from trainers.config.presets import find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
 SWAPPED = ("--columns", "chosen=rejected,rejected=chosen")
@@ -51,6 +54,14 @@ def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], flags: 
     return score(document["export_dir"], flags) | {"seconds": max(row.get("elapsed_s", 0) for row in rows)}
 
 
+def teacher(seed: int, folder: Path) -> str:
+    """The folder of a model that was fine-tuned with a seed."""
+    output = folder / f"teacher-{seed}"
+    if not output.exists():
+        run(["app.cli", "train", "tiny-full", "--seed", str(seed), "--output_dir", str(output), "--json", "--quiet"])
+    return str(output / "model")
+
+
 def line(name: str, seed: object, row: dict[str, Any]) -> str:
     """A row of the table."""
     accuracy = row.get("preference_accuracy", row.get("reward_accuracy"))
@@ -71,12 +82,17 @@ def main() -> None:
     print(line("(base, new head)", "", score("trainers/embedded/base", ["--reward"])), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for preset in arguments.presets:
-            spec = Request(preset).resolve().objective_spec
+            distils = find_preset(preset).options.get("objective") == "distill"
+            spec = Request(preset, options={"teacher": EMBEDDED} if distils else {}).resolve().objective_spec
             pairs = PREFERENCE in spec.formats
             flags = ["--reward"] if spec.scalar_head else ["--preferences"] if pairs else []
-            for name, more in [(preset, ()), *([(f"{preset}, labels swapped", SWAPPED)] if pairs else [])]:
-                for seed in arguments.seeds:
-                    output = Path(folder) / f"{preset}-{seed}-{len(more)}"
+            for seed in arguments.seeds:
+                taught = ("--teacher", teacher(seed, Path(folder))) if distils else ()
+                trained = {preset: taught}
+                trained |= {f"{preset}, labels swapped": SWAPPED} if pairs else {}
+                trained |= {f"{preset}, the base as teacher": ("--teacher", EMBEDDED)} if distils else {}
+                for number, (name, more) in enumerate(trained.items()):
+                    output = Path(folder) / f"{preset}-{seed}-{number}"
                     print(line(name, seed, measure(preset, seed, output, more, flags)), flush=True)
 
 

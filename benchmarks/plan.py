@@ -1,4 +1,4 @@
-"""Compares `tunesmith plan` with runs on the CPU: `python -m benchmarks.plan [--strategies ddp fsdp2] [--model 135M]`.
+"""Compares `tunesmith plan` with runs on the CPU: `python -m benchmarks.plan [--strategies ddp] [--teacher 24M]`.
 
 "Measured" is the peak of `RssAnon` in /proc/self/status while a rank trains, read every few milliseconds by a thread of
 that rank, less its value once all modules are imported and the process group exists. "Planned" is the sum of all uses
@@ -218,6 +218,7 @@ def main() -> None:
     parser.add_argument("--strategies", nargs="+", default=STRATEGIES, metavar="NAME")
     parser.add_argument("--no_gaps", action="store_true", help="map each tensor of 1 MiB or more by itself")
     parser.add_argument("--model", choices=LENGTHS, default="24M")
+    parser.add_argument("--teacher", choices=LENGTHS, help="distil from a model of this size")
     args = parser.parse_args()
     name, tunables = next(iter(COMPACT_HEAP.items()))
     if name not in os.environ:  # glibc reads them when a program starts, and the ranks are forked
@@ -229,6 +230,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = model_folder(args.model, Path(folder))
         options = {**OPTIONS, "model_name_or_path": str(model), "max_length": LENGTHS[args.model]}
+        if args.teacher:
+            teacher = model_folder(args.teacher, Path(folder) / "teacher")
+            options |= {"objective": "distill", "teacher": str(teacher)}
         rows, process_bytes = plan(args.strategies, options)
         columns = ("planned", "measured", "allocated", "planned / measured", "load", "wrap", "save", "rest")
         print(head(["strategy", "processes", *next(row.memory for row in rows if row.memory), *columns]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,19 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import PREFERENCE
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
-from trainers.config.presets import model_presets
+from trainers.config.presets import find_preset, model_presets
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import strategy_names
 
 MODEL = "tiny"
+TEACHER = f"{MODEL}-full"
+"""The preset that trains the teacher of a distillation."""
 
 
 def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir: Path, as_json: bool) -> int:
     """Trains the embedded model, scores it before and after, and reports the scores.
+
+    A preset that learns from a teacher comes after a run that trains one.
 
     Args:
         preset: a preset of the embedded model.
@@ -44,14 +49,20 @@ def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir:
         raise ConfigError.about("preset", repr(preset), "is not one of the demo's", f"use {', '.join(presets)}")
     devices = {"gpus": gpus, "num_processes": num_processes}
     values = {name: value for name, value in devices.items() if value is not None}
-    job = train_job(Args([preset], values, request=Request(options={"runs_dir": str(runs_dir)})))
-    confirm_memory(job, False, as_json)
-    state = train(job, quiet=False)
-    if state["state"] != "done":
-        print_summary(job.run, state)
-        if as_json:
-            report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
-        return EXIT_CODES[state["state"]]
+    options, stages = {"runs_dir": str(runs_dir)}, [preset]
+    if find_preset(preset).options.get("objective") == "distill":
+        say(f"the teacher first, as {TEACHER}; {preset} learns from it then")
+        stages.insert(0, TEACHER)
+    for stage in stages:
+        job = train_job(Args([stage], values, request=Request(options=options)))
+        confirm_memory(job, False, as_json)
+        state = train(job, quiet=False)
+        if state["state"] != "done":
+            print_summary(job.run, state)
+            if as_json:
+                report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
+            return EXIT_CODES[state["state"]]
+        options = {**options, "teacher": str(job.run.model)}
     say("scoring the model before and after training, on unseen examples")
     before, after = score(job)
     if as_json:
@@ -127,6 +138,8 @@ def _show(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> None:
 def _next_commands(job: TrainJob) -> list[str]:
     """Three commands that work on this machine: train on own data, use another strategy, list the runs."""
     preset, processes = job.config.preset, job.devices.num_processes
+    if job.config.teacher is not None:
+        preset = f"{preset} --teacher {shlex.quote(job.config.teacher)}"
     others = [name for name in strategy_names() if name != job.strategy.name]
     preferred = "single" if processes > 1 else "ddp"
     other = preferred if preferred in others and (processes > 1 or not job.devices.gpu_ids) else None

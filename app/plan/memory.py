@@ -80,6 +80,29 @@ class Share:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class TeacherBytes:
+    """Bytes of the frozen weights of a teacher, which data-parallel axes alone shard; 0 without one.
+
+    Args:
+        parameters: number of its parameters.
+        weights: bytes of all; `layer` of those in one layer, `outside` of those outside the layers.
+    """
+
+    parameters: float = 0.0
+    weights: float = 0.0
+    layer: float = 0.0
+    outside: float = 0.0
+
+    @classmethod
+    def of(cls, counted: Mapping[str, Any]) -> TeacherBytes:
+        """The teacher in the counts of `trainers/tools/memory_estimate.py`."""
+        if not (sizes := counted.get("teacher")):
+            return cls()
+        inside, outside = sizes["inside"], sizes["outside"]
+        return cls(sizes["parameters"], inside + outside, inside / sizes["layers"], outside)
+
+
 def shares_of(
     strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], case: Mapping[str, Any]
 ) -> list[Share]:
@@ -124,7 +147,7 @@ def rank_memory(
         share.buffers * micro_batches * token_slots(strategy, config) * counted["hidden"] * activation_bytes(config)
     )
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
-    resting = _persistent(strategy, config, share)
+    resting = _persistent(strategy, config, share, TeacherBytes.of(counted))
     away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
     held = case["layer"] * share.layers * share.held
     full, later = case["fixed"] * share.has_head + held, case["later"]
@@ -135,7 +158,11 @@ def rank_memory(
     activations = max(full, later) + received
     in_heap = case["heap_fixed"] * share.has_head + case["heap_layer"] * share.layers * share.held + received
     cuda = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0)
-    around = cuda if on_gpu else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, in_heap)
+    around = (
+        cuda
+        if on_gpu
+        else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, in_heap, TeacherBytes.of(counted))
+    )
     if not on_gpu and strategy.distributed_type == "FSDP" and strategy.pp_size == 1 and micro_batches == 1:
         # Activations are freed as gradients are allocated; with accumulation, earlier gradients are there already.
         # Measured on a CPU alone: on a GPU, both are counted.
@@ -145,7 +172,9 @@ def rank_memory(
     return memory, away
 
 
-def _heap_beyond_tensors(strategy: Strategy, config: TrainConfig, share: Share, activations: float) -> float:
+def _heap_beyond_tensors(
+    strategy: Strategy, config: TrainConfig, share: Share, activations: float, teacher: TeacherBytes
+) -> float:
     """On a CPU: bytes of glibc's heap that are resident at the peak and hold no tensor of then.
 
     Args:
@@ -154,7 +183,8 @@ def _heap_beyond_tensors(strategy: Strategy, config: TrainConfig, share: Share, 
     weight = weight_and_state_bytes(config)[0]
     if strategy.distributed_type == "FSDP" and strategy.fsdp_version == 2 and _shards(strategy) > 1:
         layer = share.trained_layer * weight + share.frozen_layer
-        return _GAPS_UNDER_FSDP2 * activations + (layer * share.layers if layer < MAPPED else 0.0)
+        of_teacher = teacher.weights - teacher.outside if teacher.layer < MAPPED else 0.0
+        return _GAPS_UNDER_FSDP2 * activations + (layer * share.layers if layer < MAPPED else 0.0) + of_teacher
     # DeepSpeed's step copies the shard of gradients, beside the activations' pages, which the heap keeps.
     step = share.trained * FP32 / _shards(strategy) if strategy.distributed_type == "DEEPSPEED" else 0.0
     return _HEAP_GAPS * activations + step
@@ -177,14 +207,14 @@ def activation_bytes(config: TrainConfig) -> int:
     return 2 if half else 4
 
 
-def _persistent(strategy: Strategy, config: TrainConfig, share: Share) -> dict[str, float]:
+def _persistent(strategy: Strategy, config: TrainConfig, share: Share, teacher: TeacherBytes) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state between steps."""
     weight, state = weight_and_state_bytes(config)
     divisor = shard_counts(strategy)
     if strategy.distributed_type == "DEEPSPEED":
         state += FP32  # DeepSpeed updates a flat fp32 copy
     return {
-        "weights": (share.trained * weight + share.frozen) / divisor["weights"] + share.scales,
+        "weights": (share.trained * weight + share.frozen + teacher.weights) / divisor["weights"] + share.scales,
         "gradients": share.trained * weight / divisor["gradients"],
         "optimizer": share.trained * state / divisor["optimizer"],
     }
@@ -214,7 +244,7 @@ def keeps_gathered(strategy: Strategy) -> bool:
 
 def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], share: Share, on_gpu: bool) -> float:
     """Peak bytes of temporarily gathered weights and gradients, and of DeepSpeed's buckets."""
-    weight, shards = weight_and_state_bytes(config)[0], _shards(strategy)
+    weight, shards, teacher = weight_and_state_bytes(config)[0], _shards(strategy), TeacherBytes.of(counted)
     every = share.trained * weight + share.frozen
     fetched = on_gpu and "weights" in _offloaded(strategy)
     if shards == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":
@@ -233,19 +263,22 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
             bucket *= 2 if strategy.deepspeed_json.get("zero_optimization", {}).get("overlap_comm") is True else 1
             return bucket + (largest if strategy.zero_stage == 2 else 0.0)
         live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
+        every += teacher.weights
         again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
         # It reduces a copy of the bucket, of which gloo makes another; measured on a CPU alone.
         bucket *= 1 if on_gpu else 3
-        return every * min(1.0, live / share.parameters) + largest + bucket + again
+        return every * min(1.0, live / (share.parameters + teacher.parameters)) + largest + bucket + again
     # FSDP: a pipeline stage stays gathered for the step; otherwise the root, two layers, and the largest gradient.
     if strategy.pp_size > 1:
         return every + share.trained * weight
     if keeps_gathered(strategy):
-        return every - (share.trained - share.trained_outside) * (weight - in_layers) + largest
+        casted = (share.trained - share.trained_outside) * (weight - in_layers)
+        return every + teacher.weights - casted + largest  # the teacher too, to the end of the backward pass
     outside, gradient = share.trained_outside * weight + share.frozen_outside, share.trained_layer * weight
     # gloo reduces and scatters a copy of a unit's gradient; FSDP 2 has copied it into one tensor before.
     copies = 0 if on_gpu else strategy.fsdp_version
-    return outside + 2 * (share.trained_layer * in_layers + share.frozen_layer) + largest + copies * gradient
+    backward = 2 * (share.trained_layer * in_layers + share.frozen_layer) + largest + copies * gradient
+    return outside + max(backward, teacher.outside + 2 * teacher.layer)  # the teacher's are freed before
 
 
 def _size(strategy: Strategy, key: str, default: float, counted: Mapping[str, Any]) -> float:

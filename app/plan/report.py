@@ -9,6 +9,7 @@ from app.console import clean, number, report, show_table
 from app.plan.advice import BILLION, needed_line, run_tokens, why_first
 from app.plan.estimate import Row
 from app.plan.hardware import GIB, Hardware
+from app.plan.memory import TeacherBytes
 from trainers.config.options import TrainConfig
 
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
@@ -30,6 +31,7 @@ def as_document(
         "rows": [row.as_json() for row in rows],
         "model": config.model_name_or_path, "method": config.method,
         "parameters": int(counted["whole"]["parameters"]),
+        "teacher": config.teacher, "teacher_parameters": int(TeacherBytes.of(counted).parameters),
         "devices": {"kind": hardware.kind, "count": hardware.processes, "memory_gib": hardware.memory / GIB,
                     "machines": hardware.machines,
                     "flops_per_second": hardware.flops or (counted["flops_per_second"] if hardware.is_local else None)},
@@ -82,6 +84,9 @@ def show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
     devices_label = "processes on the CPU" if devices["kind"] == "cpu" else "GPUs"
     machines = f" in {devices['machines']} machines" if devices["machines"] > 1 else ""
     report(clean(f"{document['model']}, method={document['method']}, {document['parameters'] / 1e9:.2f}B parameters"))
+    if document["teacher_parameters"]:
+        size = f"{document['teacher_parameters'] / 1e9:.2f}B parameters"
+        report(clean(f"teacher: {document['teacher']}, {size}; its weights are among the weights"))
     report(f"{devices['count']} {devices_label} of {devices['memory_gib']:.1f} GiB{machines}, global batches of "
            f"{document['global_batch_size']} rows of {document['max_length']} tokens")  # fmt: skip
     report("")

@@ -8,12 +8,19 @@ from math import ceil, prod
 from typing import Any
 
 from app.plan.hardware import LATENCIES, NOMINAL, Hardware
-from app.plan.memory import activation_bytes, keeps_gathered, token_slots, weight_and_state_bytes
+from app.plan.memory import TeacherBytes, activation_bytes, keeps_gathered, token_slots, weight_and_state_bytes
 from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import AXES, MeshSizes
 from trainers.strategy.pipeline_schedules import SCHEDULES
 from trainers.strategy.strategy import Strategy
-from trainers.strategy.traffic import ModelSizes, Term, activation_terms, casts_before_gathers, weight_terms
+from trainers.strategy.traffic import (
+    ModelSizes,
+    Term,
+    activation_terms,
+    casts_before_gathers,
+    teacher_terms,
+    weight_terms,
+)
 
 
 @dataclass(frozen=True)
@@ -47,12 +54,14 @@ def step_time(
     micro_batches = config.accumulation_steps(strategy.data_parallel_size)
     chunks, step = SCHEDULES[strategy.pp_schedule].chunks, [(token_slots(strategy, config),) * 2] * micro_batches
     model = _model_sizes(strategy, config, counted)
-    beside = weight_terms(kind, sizes, model, 1, micro_batches)
+    teacher, beside = counted.get("teacher"), weight_terms(kind, sizes, model, 1, micro_batches)
+    if teacher:
+        beside += teacher_terms(kind, sizes, TeacherBytes.of(counted).weights, teacher["layers"], micro_batches)
     between = activation_terms(kind, sizes, chunks, model, [step], 0)
     sent = sum(part.wire for part in [*beside, *between])
     # Ranks of a pipeline wait for what others compute and for what they send.
     overlapped, exposed = _seconds(beside, sizes, hardware), _seconds(between, sizes, hardware) / (1 - bubble)
-    # Compute time: 6 FLOPs per trained and 4 per frozen parameter and token, plus recomputed layers.
+    # Compute time: FLOPs per token and parameter, 6 if trained, 4 if frozen, 2 of a teacher, plus recomputed layers.
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing
     again = 2 * counted["layer_matmul"] * counted["layers"] if repeats else 0
@@ -61,7 +70,8 @@ def step_time(
     if hardware.kind == "cpu":  # however few processes share the cores of a machine, they use all
         devices = counted.get("timed_processes", hardware.per_machine) * ceil(sizes.world / hardware.per_machine)
     rate = (hardware.flops or counted["flops_per_second"] or NOMINAL) * devices
-    busy = tokens * (6 * trained + 4 * frozen + again) / rate / (1 - bubble)
+    once = 2 * teacher["matmul"] if teacher else 0
+    busy = tokens * (6 * trained + 4 * frozen + once + again) / rate / (1 - bubble)
     # Communication time, overlapping computation where the strategy allows it.
     if sizes.pp > 1 or kind.startswith("ZERO"):  # these send gradients only after the backward pass
         seconds = busy + overlapped + exposed

@@ -17,6 +17,7 @@ from app.plan.hardware import GIB, Hardware
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml
+from trainers.config.teacher import teacher_config
 from trainers.embedded import BASE_DIR
 from trainers.run import host_memory
 from trainers.run.device_locks import holders
@@ -118,17 +119,19 @@ def free_memory(job: TrainJob) -> float:
 
 def _surely_fits(job: TrainJob) -> bool:
     """Whether even a generous upper bound fits easily; False when the model is not a local folder."""
-    config = job.config
-    folder = BASE_DIR if config.model_name_or_path == EMBEDDED else Path(config.model_name_or_path)
+    config, bound = job.config, _PROCESS_BYTES
+    models = [config, *([teacher_config(config)] if config.objective_spec.teacher else [])]
     try:
-        files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        model_config = load_json(folder / "config.json")
-        bound = (
-            _STATE_FACTOR * files + _activations(config, model_config.get("text_config", model_config)) + _PROCESS_BYTES
-        )
+        for model in models:
+            folder = BASE_DIR if model.model_name_or_path == EMBEDDED else Path(model.model_name_or_path)
+            files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+            model_config = load_json(folder / "config.json")
+            bound += _STATE_FACTOR * files + _activations(model, model_config.get("text_config", model_config))
+            if files == 0:
+                return False
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
         return False
-    return files > 0 and bound < _SAFE_SHARE * free_memory(job)
+    return bound < _SAFE_SHARE * free_memory(job)
 
 
 def _activations(config: TrainConfig, model_config: dict[str, Any]) -> float:

@@ -19,14 +19,14 @@ NAMING = ("dataset_name", "eval_dataset_name", "eval_share")
 
 @lru_cache(maxsize=256)
 def base_config(preset: str | None) -> TrainConfig:
-    """The config of a preset; without one, the defaults with the embedded model and data.
+    """The config of a preset, which may lack a teacher; without one, the defaults with the embedded model and data.
 
     Raises:
         ConfigError: for an unknown preset.
     """
     if preset:
         entry = find_preset(preset)
-        return build({**entry.options, "preset": entry.name})
+        return TrainConfig.model_validate({**entry.options, "preset": entry.name})
     return build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED})
 
 

@@ -37,6 +37,19 @@ def test_the_preferences_are_learned_and_swapped_ones_unlearned(home: Path, caps
 
 
 @pytest.mark.long
+def test_a_student_learns_what_its_teacher_knows_and_nothing_of_the_base(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_demo("tiny-distill", None, "2", home / "runs", True) == 0
+    document = json.loads(capsys.readouterr().out)
+    before, after = (document[when]["exact_match"] for when in ("before", "after"))
+    assert document["metric"] == "exact_match"
+    assert after > 0.95 > 0.1 > before
+    untaught = launch_well(home / "untaught", 2, {"preset": "tiny-distill", "teacher": "embedded"})
+    assert score_model(untaught.run.model, "test")["exact_match"] == before
+
+
+@pytest.mark.long
 def test_a_reward_model_tells_the_right_answer_and_of_swapped_ones_the_wrong(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

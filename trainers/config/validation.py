@@ -147,7 +147,8 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "overlong", "split", f"{objective}: half an answer cannot be preferred", "use truncate, drop or refuse"),
         (spec.teacher and config.teacher is None,
          "teacher", None, f"is not set, {objective}",
-         "name the model to learn from: a Hub id, a folder, or a run that is done"),
+         "name the model to learn from: a Hub id, a folder, or a run that is done"
+         + (" (`tunesmith train tiny-full` trains one)" if config.model_name_or_path == EMBEDDED else "")),
         (spec.labelled and config.desirable_weight == config.undesirable_weight == 0,
          "desirable_weight", 0, "with undesirable_weight=0: nothing would be learned", "set one of them, such as 1"),
         (spec.scalar_head and config.method == "qlora",

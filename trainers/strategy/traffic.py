@@ -244,6 +244,23 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
     return terms
 
 
+def teacher_terms(kind: str, sizes: MeshSizes, size: float, layers: int, micro_batches: int) -> list[Term]:
+    """Returns the traffic of a teacher's weights, which are gathered for its forward pass where they are sharded.
+
+    Args:
+        kind: As for `predicted`.
+        sizes: Sizes of the mesh.
+        size: Bytes of its weights.
+        layers: Number of its layers.
+        micro_batches: Number of micro-batches.
+    """
+    ways = sizes.dp_shard * sizes.sequence_shards
+    if kind not in ("FSDP", "GRAD_OP", "ZERO3"):
+        return []
+    gathered, calls = size / ways * micro_batches, (layers + 1) * micro_batches
+    return [term("all-gather", "teacher's weights / shards per micro-batch", gathered, ways, *_SHARDS, calls=calls)]
+
+
 def _divided(sizes: MeshSizes, model: ModelSizes, reduced: float, steps: int) -> list[Term]:
     """Gradients of divided experts, among the ranks that hold the same, and those of all other weights.
 

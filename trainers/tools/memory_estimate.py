@@ -15,9 +15,6 @@ import copy
 import json
 import sys
 import time
-import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +22,12 @@ import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface
 
-from trainers.config.mistakes import ConfigError
+from trainers.config.mistakes import ConfigError, Mistakes, errors_about
 from trainers.config.options import TrainConfig
 from trainers.config.presets import published_config
+from trainers.config.teacher import teacher_config
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 from trainers.model.attention import KERNELS
@@ -41,19 +36,21 @@ from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_mo
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
+from trainers.objectives.distillation import Divergence
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.teacher import Teacher
 from trainers.parallel.experts import expert_stacks
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.run.gpus import gpu_count
-from trainers.run.host_memory import MAPPED
 from trainers.strategy.expert_plan import expert_refusals
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
 from trainers.strategy.tensor_plan import refusals
 from trainers.strategy.traffic import PERSISTENT_BELOW, by_layer, head_size, key_heads
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
+from trainers.tools.peak_memory import PeakMemoryMode, Peaks
 from trainers.tools.preflight import check_model, machine_mistakes
 
 _KERNEL = "tunesmith_weighed"
@@ -67,83 +64,6 @@ _TIMED = 0.3
 """Seconds for which to time matrix products."""
 _NIBBLE, _SCALES = 0.5, 0.127 / 8
 """Bytes of a 4-bit weight, and of its share of the unsharded scales (see `trainers/model/quantization.py`)."""
-
-
-@dataclass
-class Peaks:
-    """Peak bytes of a micro-batch's tensors.
-
-    Args:
-        full: While every layer's activations are held: until the last layer's backward pass is over.
-        later: After that, such as when the embedding's gradient is added to the head's.
-        heap: As `full`, of tensors smaller than `MAPPED` alone.
-    """
-
-    full: int = 0
-    later: int = 0
-    heap: int = 0
-
-    @property
-    def highest(self) -> int:
-        return max(self.full, self.later)
-
-
-class PeakMemoryMode(TorchDispatchMode):
-    """Tracks the current and the peak bytes of live tensors created inside the context.
-
-    Args:
-        known: Existing tensors, which are not counted.
-    """
-
-    def __init__(self, known: Iterable[torch.Tensor]):
-        super().__init__()
-        self.now, self.in_heap, self.peaks, self.turned = 0, 0, Peaks(), False
-        self._seen = WeakIdKeyDictionary({tensor.untyped_storage(): True for tensor in known})
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, and counts new storages among its outputs."""
-        run = _grouped_product if func is torch.ops.aten._grouped_mm.default else func
-        result = run(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._see(leaf.untyped_storage())
-        return result
-
-    def _see(self, storage: Any) -> None:
-        if storage in self._seen:
-            return
-        self._seen[storage] = True
-        self._add(storage.nbytes(), 1)
-        weakref.finalize(storage, self._add, storage.nbytes(), -1)
-
-    def _add(self, size: int, sign: int) -> None:
-        peaks = self.peaks
-        self.now += sign * size
-        if self.turned:
-            peaks.later = max(peaks.later, self.now)
-            return
-        self.in_heap += sign * size * (size < MAPPED)
-        peaks.full, peaks.heap = max(peaks.full, self.now), max(peaks.heap, self.in_heap)
-
-    def watch(self, layer: nn.Module) -> None:
-        """Ends `Peaks.full` when a layer's backward pass is over."""
-
-        def turn(gradient: torch.Tensor) -> None:
-            self.turned = True
-
-        def hook(module: nn.Module, inputs: Any, kwargs: dict[str, Any]) -> None:
-            hidden = inputs[0] if inputs else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                hidden.register_hook(turn)
-
-        layer.register_forward_pre_hook(hook, with_kwargs=True)
-
-
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *_: Any, **__: Any) -> torch.Tensor:
-    """Stands in for the product of tokens grouped by expert, whose fake in torch takes bf16 only."""
-    if left.ndim == right.ndim == 2:  # the gradient of the experts' weights
-        return left.new_empty(len(ends), left.shape[0], right.shape[1])
-    return left.new_empty(left.shape[0], right.shape[-1])
 
 
 class _Attention(torch.autograd.Function):
@@ -233,7 +153,20 @@ def decoder_layers(base: Any) -> nn.ModuleList | None:
     return getattr(base.get_decoder(), "layers", None)
 
 
-def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -> Peaks:
+def _small_teacher(config: TrainConfig, teacher: Any) -> Teacher:
+    """A teacher of few layers: each frees its activations, so the number of layers does not matter.
+
+    Args:
+        config: The training config.
+        teacher: Transformers config of the teacher.
+    """
+    model = empty_model(teacher_config(config), teacher, layers=_few(teacher.get_text_config())[0])
+    options = config.objective_options()
+    del options["teacher"]
+    return Teacher(model, compute_dtype(config), Divergence(**options))
+
+
+def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, teacher: Any = None) -> Peaks:
     """Returns the peak bytes of a micro-batch, forward and backward, in addition to weights and gradients.
 
     Args:
@@ -241,10 +174,15 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -
         model: Result of `empty_model`.
         rows: Rows of the micro-batch.
         length: Tokens per row.
+        teacher: Transformers config of the model that it learns from, if any.
     """
+    beside = None if teacher is None else _small_teacher(config, teacher)
     with FakeTensorMode():
         as_fakes(model)
         loss = LossModule(model, compute_dtype(config))
+        if beside is not None:
+            as_fakes(beside)
+            loss.teacher = beside
         for weight in loss.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         known = [tensor for weight in loss.parameters() for tensor in (weight, weight.grad) if tensor is not None]
@@ -255,7 +193,7 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int) -
         loss.train()
         with live:
             every = ids.new_zeros(ids.numel())
-            loss(ids, torch.zeros_like(ids), None, every, every)[0].backward()
+            loss(ids, torch.zeros_like(ids), None, every, every, taught=beside is not None)[0].backward()
     return live.peaks
 
 
@@ -318,8 +256,9 @@ def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
 
 
 def case(
-    config: TrainConfig, model_config: Any, name: str, counted: dict[int, dict[str, float]] | None = None
-) -> dict[str, Any]:
+    config: TrainConfig, model_config: Any, name: str, counted: dict[int, dict[str, float]] | None = None,
+    teacher: Any = None,
+) -> dict[str, Any]:  # fmt: skip
     """Estimates one case for one rank.
 
     Args:
@@ -327,6 +266,7 @@ def case(
         model_config: Transformers config of the model.
         name: The case, in the format described above.
         counted: Counts of `weights` by tp, to which those of this case are added.
+        teacher: Transformers config of the model that it learns from, if any.
 
     Returns:
         The counts of `weights`, and bytes of a micro-batch: `fixed` and per `layer` while the activations of all layers
@@ -345,7 +285,9 @@ def case(
     # into a fixed part and a slope. What is needed later does not grow with them, but may be more in so small a model.
     few = _few(model_config.get_text_config())
     try:
-        small = [count_peaks(config, empty_model(config, model_config, tp, count), rows, length) for count in few]
+        small = [
+            count_peaks(config, empty_model(config, model_config, tp, count), rows, length, teacher) for count in few
+        ]
     except (RuntimeError, ValueError) as error:
         # Some mixture-of-experts operators have no fake implementation; attention rejects unknown variants.
         return {**facts, **dict.fromkeys(_MEMORY), "why": str(error).partition("\n")[0][:200]}
@@ -374,7 +316,29 @@ def speed(hidden: int, config: TrainConfig) -> float:
     return done * 2 * 2048 * hidden * hidden / (time.perf_counter() - began)
 
 
-def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], time_here: bool) -> dict[str, Any]:
+def teacher_sizes(config: TrainConfig, teacher: Any) -> dict[str, float]:
+    """The sizes of a teacher, all of which is frozen and in the compute dtype.
+
+    Args:
+        config: The training config.
+        teacher: Transformers config of the teacher.
+
+    Returns:
+        Numbers of `parameters`, of `layers`, and of parameters in matrix products (`matmul`); bytes `inside` the layers
+        and `outside` them.
+    """
+    model: Any = empty_model(teacher_config(config), teacher).requires_grad_(False)
+    sizes = weights(teacher_config(config), model)
+    return {
+        "parameters": sizes["parameters"], "layers": teacher.get_text_config().num_hidden_layers,
+        "matmul": sum(used_matmul_parameters(model)),
+        "inside": sizes["frozen_inside"], "outside": sizes["frozen_outside"],
+    }  # fmt: skip
+
+
+def estimate_memory(
+    config: TrainConfig, model_config: Any, cases: list[str], time_here: bool, teacher: Any = None
+) -> dict[str, Any]:
     """Returns everything that `tunesmith plan` needs to know about a model.
 
     Args:
@@ -382,6 +346,7 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         model_config: Transformers config of the model.
         cases: Cases in the format described above.
         time_here: Whether to time matrix products on this machine.
+        teacher: Transformers config of the model that it learns from, if any.
 
     Raises:
         ConfigError: If it is not a causal language model with attention layers.
@@ -421,8 +386,29 @@ def estimate_memory(config: TrainConfig, model_config: Any, cases: list[str], ti
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": by_tp[1],
         "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
-        "cases": {name: case(config, model_config, name, by_tp) for name in cases},
+        "teacher": None if teacher is None else teacher_sizes(config, teacher),
+        "cases": {name: case(config, model_config, name, by_tp, teacher) for name in cases},
     }  # fmt: skip
+
+
+def read_config(config: TrainConfig) -> Any:
+    """The transformers config of a model, whose weights need not be there.
+
+    Raises:
+        ConfigError: If it cannot be read.
+    """
+    published = published_config(config.model_name_or_path) if config.model_revision is None else None
+    if published is None and (mistakes := check_model(config.model_copy(update={"random_init": True}))):
+        raise ConfigError(mistakes)
+    return load_model_config(config, published)
+
+
+def _read_teacher(config: TrainConfig) -> Any:
+    """The transformers config of the teacher; None without one."""
+    if not config.objective_spec.teacher:
+        return None
+    with errors_about("model_name_or_path", "teacher"):
+        return read_config(teacher_config(config))
 
 
 def main(argv: list[str]) -> int:
@@ -435,17 +421,17 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     config = build(read_yaml(args.config))
     try:
-        mistakes = machine_mistakes(config, gpu_count() > 0) if args.here else []
-        published = published_config(config.model_name_or_path) if config.model_revision is None else None
-        if published is None:
-            mistakes += check_model(config.model_copy(update={"random_init": True}))  # needs no weights
-        if mistakes:
-            raise ConfigError(mistakes)
-        model_config, cases, limits = load_model_config(config, published), args.cases, {}
+        mistakes = Mistakes(machine_mistakes(config, gpu_count() > 0) if args.here else [])
+        model_config, teacher, cases, limits = None, None, args.cases, {}
+        with mistakes:
+            model_config = read_config(config)
+        with mistakes:
+            teacher = _read_teacher(config)
+        mistakes.refuse()
         if args.basis:
             limits = mesh_limits(model_config, refused)
             cases = list(dict.fromkeys([*cases, *basis_cases(limits, config, args.basis)]))
-        estimate = estimate_memory(config, model_config, cases, args.here)
+        estimate = estimate_memory(config, model_config, cases, args.here, teacher)
         print(json.dumps(estimate | {"limits": limits}), flush=True)
     except ConfigError as error:
         print(json.dumps({"mistakes": error.as_json()}), flush=True)

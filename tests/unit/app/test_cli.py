@@ -123,7 +123,7 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
     assert shell(*words.split()) == 2
     assert shell.out == ""
     expected = [
-        "preset=tiny-lroa is unknown: tiny has no method 'lroa'; there are full, lora, dpo, kto, reward and grpo",
+        "preset=tiny-lroa is unknown: tiny has no method 'lroa'; there are full, lora, dpo, kto, distill,",
         "learning_rte is not an option; did you mean learning_rate?",
         "seed='-1' is refused",
         "strategy='dddp' is unknown; did you mean ddp?",
@@ -157,7 +157,7 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
         ("train tiny-lora --max_length many", "max_length='many'"),
         ("train tiny-lora --run_name a\x07b", "control characters"),
         ("train tiny-lora --output_dir file/x", "is a file, not a folder"),
-        ("demo tiny-qlora", "use tiny-full, tiny-lora, tiny-dpo, tiny-kto, tiny-reward, tiny-grpo"),
+        ("demo tiny-qlora", "use tiny-full, tiny-lora, tiny-dpo, tiny-kto, tiny-distill, tiny-reward, tiny-grpo"),
         ("demo --gpus x", "is not a GPU id"),
         ("demo --num_processes 3", "is not divisible"),
         ("trian", "Did you mean 'train'?"),

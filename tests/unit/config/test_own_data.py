@@ -14,6 +14,7 @@ from app.launch.job import train_job
 from app.services.draft import read_draft
 from app.services.form import load_yaml, preview
 from app.services.starting_values import differences, follow_data, starting_values
+from tests.presets import left_to_the_user
 from trainers.config.fields import text_of
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml
@@ -35,7 +36,7 @@ def about_data(config: TrainConfig) -> dict[str, Any]:
 
 
 def resolved(preset: str, **options: Any) -> tuple[TrainConfig, list[str]]:
-    request = Request(preset, options=options)
+    request = Request(preset, options={**left_to_the_user(preset), **options})
     return request.resolve(), request.notes
 
 

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from app.plan.estimate import candidate, case_of, plan_row
 from app.plan.hardware import GIB, ROOM, Hardware
 from tests.parity.runs import mostly_long
+from tests.presets import left_to_the_user
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
@@ -136,19 +137,28 @@ def adapted(model: Any, config: TrainConfig) -> int:
 def test_each_model_comes_in_each_method() -> None:
     assert len(PUBLISHED) == 39
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
-    assert set(NAMES) - set(HUB_NAMES) == {"tiny-full", "tiny-lora", "tiny-dpo", "tiny-kto", "tiny-reward", "tiny-grpo"}
+    assert set(NAMES) - set(HUB_NAMES) == {
+        f"tiny-{name}" for name in ("full", "lora", "dpo", "kto", "distill", "reward", "grpo")
+    }
     models = [model_of(name) for name in NAMES]
     assert models == sorted(models)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_a_complete_config_named_after_what_it_trains(name: str) -> None:
-    config, preset = Request(preset=name).resolve(), find_preset(name)
+    config, preset = Request(preset=name, options=left_to_the_user(name)).resolve(), find_preset(name)
     trained = config.method if config.objective == "sft" else config.objective
     assert (config.preset, f"{model_of(name)}-{trained}") == (name, name)
     assert (config.model_name_or_path == EMBEDDED) == (name not in HUB_NAMES)
     assert {"learning_rate", "global_batch_size", "max_length", "packing", "dataset_name"} <= set(preset.options)
     assert is_preset(name)
+
+
+def test_a_preset_without_its_teacher_says_how_to_get_one() -> None:
+    assert left_to_the_user("tiny-distill") == {"teacher": "embedded"}
+    assert left_to_the_user("tiny-dpo") == left_to_the_user("tiny-full") == {}
+    with pytest.raises(ConfigError, match=r"teacher is not set, .*`tunesmith train tiny-full` trains one"):
+        Request(preset="tiny-distill").resolve()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,7 +193,7 @@ def test_the_file_tells_a_reader_its_names_and_its_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_its_strategies_on_1_2_and_8_gpus_exist_and_share_its_batch_out(name: str) -> None:
-    config, gpus = Request(preset=name).resolve(), find_preset(name).gpus
+    config, gpus = Request(preset=name, options=left_to_the_user(name)).resolve(), find_preset(name).gpus
     assert list(gpus) == [1, 2, 8]
     assert set(gpus[1].strategies) <= {"single"}
     supported = {"single", "ddp", "fsdp2"} if config.method == "qlora" else set(strategy_names())
@@ -249,7 +259,7 @@ def test_the_method_that_is_asked_for_is_taken(name: str, method: str | None, fo
         ),
         (
             "tiny-qlora",
-            "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora, dpo, kto, reward and grpo",
+            "preset=tiny-qlora is unknown: tiny has no method 'qlora'; there are full, lora, dpo, kto, distill,",
         ),
         ("qwen-8b-lora", "preset=qwen-8b-lora is unknown; did you mean qwen3-8b-lora?"),
         ("llama-8b", "preset=llama-8b is unknown; did you mean llama-3.1-8b?"),

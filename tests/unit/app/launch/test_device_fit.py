@@ -18,6 +18,7 @@ from app.plan.command import plan_verb
 from app.plan.scale import SHAPES
 from app.services.choices import GpuChoice
 from app.services.form import default_gpus, preview
+from tests.presets import left_to_the_user
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import preset_names
@@ -25,6 +26,7 @@ from trainers.strategy.micro_batch import OPTION, fit_micro_batch
 from trainers.strategy.pipeline_schedules import micro_batch_mistake
 from trainers.strategy.strategy import load_strategy, resolve
 from trainers.train import with_micro_batch
+from ui.pages.train_parts import panel
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 COUNTS = (0, 1, 2, 3, 4, 5, 6, 8)
@@ -44,10 +46,11 @@ def test_every_preset_starts_on_any_number_of_gpus(count: int, monkeypatch: pyte
     """The first screen is green, and says what was chosen where it is not all that the machine and the preset have."""
     stand_in(monkeypatch, count)
     for name in preset_names():
-        shown = preview({}, preset=name)
+        options = left_to_the_user(name)
+        shown = preview(options, preset=name)
         assert shown.errors == {}, name
         assert shown.job
-        job, config, plain = shown.job, shown.job.config, Request(name).resolve()
+        job, config, plain = shown.job, shown.job.config, Request(name, options=options).resolve()
         micro = config.per_device_train_batch_size
         assert plain.model_copy(update={OPTION: micro}) == config, "nothing else has changed"
         assert config.accumulation_steps(job.strategy.data_parallel_size) >= 1
@@ -57,6 +60,16 @@ def test_every_preset_starts_on_any_number_of_gpus(count: int, monkeypatch: pyte
         # Their batches are powers of two.
         assert used == {0: 2, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 8: 8}[count]
         assert all("\n" not in line for line in [*job.notes, *job.warnings])
+
+
+def test_a_preset_without_its_teacher_is_not_ready() -> None:
+    """The page leads to the option; with a teacher it is green, as above."""
+    shown = preview({}, preset="tiny-distill")
+    assert list(shown.errors) == ["teacher"]
+    text = str(panel(shown))
+    assert 'data-field="teacher"' in text
+    assert "tunesmith train tiny-full" in text
+    assert "ts-verdict-good" not in text
 
 
 @pytest.mark.parametrize("count", [3, 8])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -21,6 +22,7 @@ from app.hardware import Gpu
 from app.launch.job import train_job
 from app.launch.machines import MOST_MACHINES
 from app.plan.command import _hardware, plan_verb
+from app.plan.hardware import GIB
 from app.plan.report import _ignored
 from app.plan.scale import SHAPES, scale_config
 from trainers.config.mistakes import ConfigError
@@ -54,6 +56,23 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full"})
     assert found["parameters"] == sum(one.numel() for one in build_model(tiny).parameters())
     assert found["devices"]["kind"] == "cpu"
+
+
+def test_the_teacher_is_counted_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def planned(*more: str) -> Any:
+        flags = ["plan", "tiny-full", "--num_processes", "2", "--strategies", "ddp,fsdp2", "--json", *more]
+        assert run_verb(flags) == 0
+        return json.loads(capsys.readouterr().out)
+
+    alone, taught = planned(), planned("--objective", "distill", "--teacher", "embedded")
+    assert (alone["teacher_parameters"], taught["teacher_parameters"]) == (0, taught["parameters"])
+    first, second = ({row["strategy"]: row["memory_gib"] for row in document["rows"]} for document in (alone, taught))
+    size = 4 * taught["parameters"] / GIB
+    assert second["ddp"]["weights"] - first["ddp"]["weights"] == pytest.approx(size)
+    assert second["fsdp2"]["weights"] - first["fsdp2"]["weights"] == pytest.approx(size / 2)
+    assert second["ddp"]["optimizer"] == first["ddp"]["optimizer"]
+    assert run_verb(["plan", "tiny-full", "--objective", "distill", "--teacher", str(tmp_path), "--json"]) == 2
+    assert f"teacher={tmp_path} holds neither a run nor a model" in capsys.readouterr().err
 
 
 @pytest.fixture

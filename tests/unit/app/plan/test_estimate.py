@@ -10,23 +10,27 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
 
 from app.plan.estimate import Row, best_first, candidate, plan_row
 from app.plan.hardware import CUDA_GIB, GIB, NCCL_GIB, ROOM, Hardware, parse_size
+from tests.presets import left_to_the_user
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.presets import find_preset, preset_names, published_config
+from trainers.config.teacher import teacher_config
 from trainers.config.validation import build
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, compute_dtype, load_model_config
+from trainers.objectives.distillation import Divergence
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.teacher import Teacher
 from trainers.run.host_memory import MAPPED
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
 from trainers.strategy.strategy import load_strategy
 from trainers.strategy.traffic import by_layer, head_size, key_heads
-from trainers.tools.memory_estimate import _few, case, count_peaks, empty_model, weights
+from trainers.tools.memory_estimate import _few, case, count_peaks, empty_model, teacher_sizes, weights
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -42,9 +46,14 @@ def config(**values: Any) -> TrainConfig:
 # -- counted against torch's own account -----------------------------------------------------------------------------
 
 
-def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
+def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa", teacher: Any = None) -> int:
     """Bytes that a forward and backward pass of the real model has allocated at most, as torch's profiler saw them."""
     model = LossModule(build_model(settings), compute_dtype(settings))
+    if teacher is not None:
+        options = settings.objective_options()
+        del options["teacher"]
+        model.teacher = Teacher(teacher, compute_dtype(settings), Divergence(**options))
+        model.teacher.base.set_attn_implementation(KERNELS[kernel])
     model.base.set_attn_implementation(KERNELS[kernel])
     model.train()
     for weight in model.parameters():
@@ -52,7 +61,7 @@ def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa") -> int:
     ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
     places, every = torch.arange(LENGTH).expand(rows, LENGTH), torch.zeros(rows * LENGTH, dtype=torch.int64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        model(ids, places, None, every, every)[0].backward()
+        model(ids, places, None, every, every, taught=teacher is not None)[0].backward()
     now = most = 0
     for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
@@ -80,6 +89,32 @@ def test_a_micro_batch_needs_what_torch_allocates(options: dict[str, Any], rows:
     exact = settings.mixed_precision == "no" and not settings.selective_checkpointing
     close = 0.01 if exact else 0.06
     assert counted == pytest.approx(allocated(settings, rows), rel=close)
+
+
+@pytest.mark.parametrize("loss_type", ["forward_kl", "jsd"])
+@pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
+def test_a_teacher_needs_what_torch_allocates(loss_type: str, options: dict[str, Any]) -> None:
+    """Beside the student's activations those of one of its layers, and the logits of both in chunks."""
+    settings = config(objective="distill", teacher="embedded", loss_type=loss_type, **options)
+    shape = load_model_config(settings)
+    wide = copy.deepcopy(shape)
+    wide.hidden_size, wide.intermediate_size = 4 * shape.hidden_size, 4 * shape.intermediate_size
+    for teacher in (shape, wide):
+        counted = count_peaks(settings, empty_model(settings, shape), 8, LENGTH, teacher).highest
+        real = build_model(teacher_config(settings)) if teacher is shape else LlamaForCausalLM(wide)
+        assert counted == pytest.approx(allocated(settings, 8, teacher=real), rel=0.02)
+    alone = count_peaks(settings, empty_model(settings, shape), 8, LENGTH).highest
+    assert counted > 1.3 * alone, "control: the teacher is seen"
+
+
+def test_the_weights_of_a_teacher_are_those_that_are_loaded() -> None:
+    for precision, size in (("no", 4), ("bf16", 2)):
+        settings = config(objective="distill", teacher="embedded", mixed_precision=precision)
+        found = teacher_sizes(settings, load_model_config(teacher_config(settings)))
+        model = build_model(teacher_config(settings))
+        assert found["parameters"] == sum(weight.numel() for weight in model.parameters())
+        assert found["inside"] + found["outside"] == found["parameters"] * size
+        assert found["inside"] == size * sum(weight.numel() for weight in model.model.layers.parameters())
 
 
 def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
@@ -227,8 +262,8 @@ def row(
     return plan_row(*candidate(load_strategy(name), config(**given), hardware), counted, hardware)
 
 
-def resting(name: str, processes: int = 2, **options: Any) -> list[float]:
-    memory = row(name, processes, **options).memory
+def resting(name: str, processes: int = 2, counted: Any = COUNTED, **options: Any) -> list[float]:
+    memory = row(name, processes, counted=counted, **options).memory
     assert memory
     return [memory[use] for use in ("weights", "gradients", "optimizer")]
 
@@ -269,6 +304,66 @@ def test_what_is_whole_for_a_while() -> None:
     assert gathered("pp_fsdp2", 4) == 4 * (600 + 600)  # a stage and its gradients to the step's end
     # Its bucket is copied to be reduced, and by gloo again.
     assert gathered("zero3") == 4 * (1000 + 200 + 3 * 1000)
+
+
+TEACHER = {"parameters": 500.0, "layers": 4, "matmul": 450.0, "inside": 1600.0, "outside": 400.0}
+"""A frozen model of 2,000 bytes, in four layers and outside them."""
+
+
+def test_a_teacher_is_sharded_as_the_student_is() -> None:
+    """Its weights alone: no gradients, no optimizer state, and nothing in a checkpoint or an export."""
+    distilled = {**COUNTED, "teacher": TEACHER}
+    for name, count, ways in (("single", 1, 1), ("ddp", 2, 1), ("fsdp1", 2, 2), ("fsdp2", 2, 2), ("fsdp2", 4, 4),
+                              ("hsdp", 4, 2), ("zero1", 2, 1), ("zero2", 2, 1), ("zero3", 4, 4)):  # fmt: skip
+        more, less = resting(name, count, counted=distilled), resting(name, count)
+        assert [first - second for first, second in zip(more, less, strict=True)] == [2000 / ways, 0, 0], name
+
+
+def test_a_teacher_is_gathered_before_the_backward_pass() -> None:
+    def gathered(name: str, teacher: Any, kind: str = "gpu") -> float:
+        memory = row(name, counted={**COUNTED, "teacher": teacher}, kind=kind).memory
+        assert memory
+        return memory["gathered"]
+
+    large = {**TEACHER, "inside": 160_000.0, "outside": 40_000.0}
+    alone = gathered("fsdp2", None)
+    assert gathered("fsdp2", TEACHER) == alone, "the student's backward pass needs more"
+    assert gathered("fsdp2", large) == 4 * 200 + 40_000 + 2 * 40_000 > alone
+    assert gathered("fsdp1_grad_op", TEACHER) == gathered("fsdp1_grad_op", None) + 2000, "it stays gathered"
+    assert gathered("zero3", TEACHER, "cpu") == gathered("zero3", None, "cpu") + 2000
+    assert gathered("ddp", large) == gathered("ddp", None)
+
+
+def test_the_heap_keeps_a_hole_for_each_layer_of_a_teacher_too() -> None:
+    def overhead(name: str, teacher: Any) -> float:
+        memory = row(name, counted={**COUNTED, "teacher": teacher}).memory
+        assert memory
+        return memory["overhead"]
+
+    assert overhead("fsdp2", TEACHER) == overhead("fsdp2", None) + 1600
+    assert overhead("fsdp2", {**TEACHER, "inside": 4.0 * MAPPED}) == overhead("fsdp2", None)
+    assert overhead("ddp", TEACHER) == overhead("ddp", None)
+
+
+def test_the_host_reads_a_teacher_and_exports_nothing_of_it() -> None:
+    distilled = {**COUNTED, "teacher": TEACHER}
+    assert host_phases("ddp", counted=distilled) == host_phases("ddp"), "it is read straight to the GPU"
+    more, less = (host_phases("zero3_offload", counted=counted) for counted in (distilled, COUNTED))
+    added = {name: more[name] - less[name] for name in more}
+    assert added == {"loading": 2 * 2000, "training": 2 * 1000, "saving": 2 * 1000, "exporting": 0}
+    on_cpu = row("single", 1, counted=distilled).host_phases
+    assert on_cpu["loading"] == 7 + 4000 + 2000
+
+
+def test_a_teacher_computes_and_is_sent(no_latency: None) -> None:
+    distilled = {**COUNTED, "teacher": TEACHER}
+    tokens = 16 * LENGTH
+    more, less = row("single", 1, counted=distilled).seconds, row("single", 1).seconds
+    assert more
+    assert less
+    assert more - less == pytest.approx(2 * 450 * tokens / 1e9)
+    for name, sent in (("fsdp2", 2 * 2000 / 2), ("zero3", 2 * 2000 / 2), ("ddp", 0)):  # two micro-batches
+        assert row(name, counted=distilled).sent - row(name).sent == pytest.approx(sent), name  # type: ignore[operator]
 
 
 def test_the_heap_of_a_cpu_keeps_gaps() -> None:
@@ -602,7 +697,8 @@ def test_every_preset_ships_the_config_that_a_plan_counts(monkeypatch: pytest.Mo
     seen = set()
     for name in preset_names():
         options = find_preset(name).options
-        settings, path = build({**options, "max_length": 16, "max_completion_length": 8}), options["model_name_or_path"]
+        short, path = {"max_length": 16, "max_completion_length": 8}, options["model_name_or_path"]
+        settings = build({**options, **short, **left_to_the_user(name)})
         published = published_config(path)
         assert path == "embedded" or published, f"{name}: no config ships"
         if path not in seen:

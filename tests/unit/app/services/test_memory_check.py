@@ -76,6 +76,18 @@ def test_what_is_small_by_far_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert known_verdict(job_of("qwen3-8b-lora")) is None, "its files are not here"
 
 
+def test_a_large_teacher_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 3.3 70B, whose config ships with its presets, in bf16: 131 GiB."""
+    stand_in(monkeypatch, 0)
+    flags = ["tiny-full", "--mixed_precision", "bf16", "--objective", "distill", "--teacher"]
+    assert known_verdict(job_of(*flags, "embedded")) == Verdict(True), "control"
+    job = job_of(*flags, "meta-llama/Llama-3.3-70B-Instruct")
+    assert known_verdict(job) is None
+    verdict = memory_verdict(job)
+    assert verdict.fits is False
+    assert "most of it is weights, 131." in verdict.line
+
+
 @pytest.mark.parametrize("content", [None, '{"a":' * 100_000, '{"num_hidden_layers": 1e999}'])
 def test_a_config_that_cannot_be_read_is_not_waited_for(content: str | None) -> None:
     """The check that comes before a launch says why."""
@@ -170,6 +182,30 @@ def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert demo.run_demo("tiny-lora", None, "1", Path("runs"), False) == 130
     assert started
     assert "warning: needs 99 GiB" in capsys.readouterr().err
+
+
+def test_the_demo_of_a_distillation_trains_its_teacher_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from app.commands import demo
+
+    started: list[TrainJob] = []
+    monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "done", "step": 1})
+    monkeypatch.setattr(demo, "speed", lambda run: (1.0, 1.0))
+    scores = {"eval_loss": 0.1, "exact_match": 0.9, "samples": []}
+    monkeypatch.setattr(demo, "score", lambda job: (scores, scores))
+    assert demo.run_demo("tiny-distill", None, "2", Path("runs"), False) == 0
+    teacher, student = started
+    assert (teacher.config.preset, student.config.preset) == ("tiny-full", "tiny-distill")
+    assert student.config.teacher == str(teacher.run.model)
+    assert f"tunesmith train tiny-distill --teacher {teacher.run.model}" in capsys.readouterr().out
+    started.clear()
+    monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "stopped", "step": 0})
+    assert demo.run_demo("tiny-distill", None, "2", Path("runs"), False) == 130
+    assert [job.config.preset for job in started] == ["tiny-full"], "nothing to learn from"
+    started.clear()
+    assert demo.run_demo("tiny-lora", None, "2", Path("runs"), False) == 130
+    assert [job.config.preset for job in started] == ["tiny-lora"]
 
 
 @pytest.mark.parametrize("by_count", [True, False])

@@ -30,6 +30,7 @@ def test_without_gpus_only_what_needs_none_is_said_to_fit() -> None:
         "tiny-lora",
         "tiny-dpo",
         "tiny-kto",
+        "tiny-distill",
         "tiny-reward",
         "tiny-grpo",
     }
@@ -39,6 +40,7 @@ def test_a_preset_of_another_objective_says_so() -> None:
     assert {name: preset.objective for name, preset in presets().items() if preset.objective} == {
         "tiny-dpo": "DPO",
         "tiny-kto": "KTO",
+        "tiny-distill": "Distillation",
         "tiny-reward": "Reward",
         "tiny-grpo": "GRPO",
     }

@@ -182,6 +182,20 @@ def test_options_without_effect_on_memory_and_speed_share_an_estimate() -> None:
     assert len({key_of(), key_of(max_length="64"), key_of(1), key_of(default="fsdp2"), key_of(lora_r="4")}) == 5
 
 
+def test_the_bars_count_a_teacher() -> None:
+    """Under ddp, the frozen copy of an equal model is as large as the weights that are trained."""
+    weights = []
+    for options in ({}, {"objective": "distill", "teacher": "embedded"}):
+        key = key_of(method="full", **options)
+        strategy_cards(key, estimate=True)
+        finish(key)
+        cards = strategy_cards(key)
+        assert cards
+        weights += [card.memory["weights"] for card in cards.able if card.name == "ddp" and card.memory]
+    alone, taught = weights
+    assert taught == pytest.approx(2 * alone)
+
+
 def test_counts_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one is counted, only the newest request waits; one that was passed over is counted when asked for again."""
     counted: list[int] = []
