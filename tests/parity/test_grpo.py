@@ -59,14 +59,15 @@ def grpo(name: str, method: str = "full", packing: bool = True, again: int = 0, 
     return run(processes, method, packing, name, again, **grpo_options(**changes))
 
 
-def recorded() -> Path:
+def recorded(**changes: Any) -> Path:
     """The answers of a run with one process."""
-    return grpo("single").run.rollouts
+    return grpo("single", **changes).run.rollouts
 
 
 def replayed(**changes: Any) -> dict[str, Any]:
     """Options of a run on recorded answers; its rate is higher, so that its ratios leave 1 and some are clipped."""
-    recording = {"recorded_answers": str(recorded()), "eval_dataset_name": "none"}
+    sampling = {name: value for name, value in changes.items() if name in ("temperature",)}
+    recording = {"recorded_answers": str(recorded(**sampling)), "eval_dataset_name": "none"}
     return {**recording, "learning_rate": 1.5e-4, **changes}
 
 
@@ -89,18 +90,19 @@ def advantages(rewards: list[float], kind: str) -> torch.Tensor:
     return (centred if kind == "dr_grpo" else centred / (groups.std(1, keepdim=True) + 1e-4)).flatten().float()
 
 
-def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
+def plain_grpo(settings: TrainConfig, wrong: str = "", temperature: float | None = None) -> plain.Curve:
     """GRPO on recorded answers in a page, each answer alone.
 
     Args:
         settings: options of the run.
         wrong: control: `signs` of the advantages are reversed, or nothing is `unclipped`.
+        temperature: control: in place of that of the run.
     """
     kind, steps_taken = settings.objective_options()["loss_type"], iter(range(STEPS))
     low, high = (0.0, 100.0) if wrong == "unclipped" else (1 - EPSILON, 1 + EPSILON)
 
     def mean_loss(plan: TrainPlan, model: nn.Module, initial: nn.Module, members: np.ndarray) -> torch.Tensor:
-        step = read(next(steps_taken))
+        step = read(next(steps_taken), Path(str(settings.recorded_answers)))
         assert step["prompts"] == members.repeat(GROUP).tolist()
         losses, total = [], sum(map(len, step["answers"]))
         for number, answer, before, advantage in zip(
@@ -109,7 +111,7 @@ def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
             tokens, mask = plan.rows.documents.document(number)
             prompt = tokens[: int(mask.argmax())].tolist()
             ids = torch.tensor([prompt + answer])
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / (temperature or settings.temperature)
             log_probs = -functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="none")
             change = log_probs - torch.tensor(before)
             if kind in ("gspo", "rloo"):
@@ -124,14 +126,15 @@ def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
 
 
 @functools.cache
-def wanted(method: str, kind: str) -> plain.Curve:
+def wanted(method: str, kind: str, **changes: Any) -> plain.Curve:
     """The curve of the plain page."""
 
     def train(folder: Path) -> None:
-        settings = config(method, True, **grpo_options(**replayed(loss_type=kind)))
+        settings = config(method, True, **grpo_options(**replayed(loss_type=kind, **changes)))
         (folder / "curve.json").write_text(json.dumps(asdict(plain_grpo(settings))))
 
-    return plain.Curve(**json.loads((once(f"plain-grpo-{method}-{kind}", train) / "curve.json").read_text()))
+    folder = once("-".join(["plain-grpo", method, kind, *(f"{name}{value}" for name, value in changes.items())]), train)
+    return plain.Curve(**json.loads((folder / "curve.json").read_text()))
 
 
 @pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["sp"]))
@@ -170,6 +173,15 @@ def test_what_is_wrong_does_not_agree(wrong: str) -> None:
     assert not plain_grpo(settings, wrong).agrees(wanted("full", "grpo"))
 
 
+def test_at_another_temperature() -> None:
+    changes = {"temperature": 0.8}
+    agreed = wanted("full", "grpo", **changes)
+    assert curve(grpo("single", **replayed(**changes))).agrees(agreed)
+    assert max(grpo("single", **changes).series("sampler_difference")) < 1e-4  # sampled as it is trained
+    settings = config("full", True, **grpo_options(**replayed(**changes)))
+    assert not plain_grpo(settings, temperature=1.0).agrees(agreed)
+
+
 # -- with the sampler --------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +216,7 @@ class Recorded(GRPOTrainer):
     """Trains on recorded answers."""
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
-        step = read(self.state.global_step)
+        step = read(self.state.global_step, self.folder)
         prompts = [self.documents[number] for number in step["prompts"]]
         width, most = max(map(len, prompts)), max(map(len, step["answers"]))
         left = [[0] * (width - len(prompt)) for prompt in prompts]
@@ -224,9 +236,9 @@ class Recorded(GRPOTrainer):
         }
 
 
-def trl_curve(folder: Path, kind: str) -> plain.Curve:
+def trl_curve(folder: Path, kind: str, **changes: Any) -> plain.Curve:
     """Loss and gradient norm of TRL's trainer, whose micro-batch is the global batch."""
-    settings = config("full", True, **grpo_options(**replayed()))
+    settings = config("full", True, **grpo_options(**replayed(**changes)))
     count = settings.global_batch_size * GROUP
     arguments = GRPOConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=count, num_generations=GROUP,
@@ -235,6 +247,7 @@ def trl_curve(folder: Path, kind: str) -> plain.Curve:
         report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, beta=0.0,
         epsilon=EPSILON, max_completion_length=MOST_TOKENS, loss_type="grpo" if kind == "gspo" else kind,
         importance_sampling_level="sequence" if kind == "gspo" else "token", disable_dropout=True,
+        temperature=settings.temperature,
     )  # fmt: skip
     trainer = Recorded(
         AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32), lambda **more: [0.0], arguments,
@@ -246,12 +259,15 @@ def trl_curve(folder: Path, kind: str) -> plain.Curve:
 
     data = prepare(settings, "train")
     trainer.documents = [prompt_of(data, number).tokens.tolist() for number in range(len(data))]
-    trainer.kind = kind
+    trainer.kind, trainer.folder = kind, Path(str(settings.recorded_answers))
     trainer.train()
     logged = [row for row in trainer.state.log_history if "grad_norm" in row]
     return plain.Curve([row["loss"] for row in logged], [row["grad_norm"] for row in logged])
 
 
-@pytest.mark.parametrize("kind", mostly_long(["grpo", "dr_grpo", "dapo", "gspo"], ["grpo"]))
-def test_losses_and_gradient_norms_equal_those_of_trl(kind: str, tmp_path: Path) -> None:
-    assert curve(grpo("single", **replayed(loss_type=kind))).agrees(trl_curve(tmp_path, kind))
+AGAINST_TRL = [("grpo", {}), ("dr_grpo", {}), ("dapo", {}), ("gspo", {}), ("grpo", {"temperature": 0.8})]
+
+
+@pytest.mark.parametrize(("kind", "changes"), mostly_long(AGAINST_TRL, [("grpo", {"temperature": 0.8})]))
+def test_losses_and_gradient_norms_equal_those_of_trl(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    assert curve(grpo("single", **replayed(loss_type=kind, **changes))).agrees(trl_curve(tmp_path, kind, **changes))

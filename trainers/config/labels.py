@@ -36,6 +36,7 @@ LABELS = {
     "reward_timeout": "Time for the rewards of a step",
     "num_generations": "Answers per prompt",
     "max_completion_length": "Longest answer",
+    "temperature": "Temperature of sampling",
     "epsilon": "Clipping of probability ratios",
     "epsilon_high": "Clipping upwards",
     "importance_sampling_cap": "Most weight of a sampled token",

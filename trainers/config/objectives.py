@@ -164,8 +164,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             formats=("chat", "sharegpt", "prompt_completion", "alpaca"), metrics=("clip_ratio", "sampler_difference"),
             defaults={
                 "reward_funcs": ["exact_match"], "reward_weights": [], "reward_timeout": 60.0, "num_generations": 8,
-                "max_completion_length": 256, "epsilon": 0.2, "epsilon_high": None, "importance_sampling_cap": 2.0,
-                "mask_truncated_completions": False, "recorded_answers": None,
+                "max_completion_length": 256, "temperature": 1.0, "epsilon": 0.2, "epsilon_high": None,
+                "importance_sampling_cap": 2.0, "mask_truncated_completions": False, "recorded_answers": None,
             },
             loss_types=("grpo", "dr_grpo", "dapo", "gspo", "rloo"), samples=True,
             source="https://arxiv.org/abs/2402.03300",

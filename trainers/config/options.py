@@ -152,6 +152,8 @@ class TrainConfig(BaseModel):
     """Answers that grpo samples for each prompt; a row of `global_batch_size` is a prompt."""
     max_completion_length: int = _option("objective", 256, "tokens", ge=1, le=2**20)
     """Tokens of a sampled answer at most; prompt and answer fit into `max_length`."""
+    temperature: float = _option("objective", 1.0, ge=0.01, le=100)
+    """Divides the logits of grpo where it samples and where it trains; evaluation takes the most likely tokens."""
     epsilon: float = _option("objective", 0.2, gt=0, lt=1)
     """How far grpo lets a probability ratio go before it clips it."""
     epsilon_high: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)

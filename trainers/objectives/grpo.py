@@ -27,6 +27,8 @@ class Grpo:
     Ratios of freshly sampled answers are 1: they are weighted by what the sampler's probabilities differ from ours by,
     up to `importance_sampling_cap`. Recorded answers are compared with the probabilities that were recorded.
 
+    Probabilities are those at `temperature`, at which answers are sampled.
+
     `options` are the values of `TrainConfig.objective_options`.
     """
 
@@ -36,6 +38,7 @@ class Grpo:
         self.kind: str = options["loss_type"]
         self.most_tokens: int = options["max_completion_length"]
         self.cap: float = options["importance_sampling_cap"]
+        self.temperature: float = options["temperature"]
         high = options["epsilon_high"]
         self.low, self.high = 1 - options["epsilon"], 1 + (options["epsilon"] if high is None else high)
 

@@ -54,6 +54,7 @@ class LossModule(nn.Module):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
         self.objective = objective
+        self.temperature = objective.temperature if isinstance(objective, TokenLoss) else 1.0  # of scored labels
         self.teacher: Any = None
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
         self.sum_over_shards: Callable[[torch.Tensor], torch.Tensor] | None = None  # the same
@@ -166,8 +167,9 @@ class LossModule(nn.Module):
             elif score is None:
                 loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
             else:
-                rule, part = self.rule, self.vocabulary
-                loss, metrics = scored_log_probs(picked, head.weight, head.bias, labels, rule, part, score)
+                loss, metrics = scored_log_probs(
+                    picked, head.weight, head.bias, labels, self.rule, self.vocabulary, score, self.temperature
+                )
         return _with_balance(loss, output, real_tokens, expert_weights), metrics
 
     def inputs(
@@ -287,6 +289,7 @@ class LossModule(nn.Module):
             output = self.model(**inputs)
         picked = output.logits.flatten(0, 1).index_select(0, positions).float()
         if score is not None:
+            picked = picked / self.temperature if self.temperature != 1.0 else picked
             loss, metrics = score(-functional.cross_entropy(picked, labels, reduction="none"))
         else:
             metrics = (picked.detach().argmax(-1) == labels).sum()

@@ -143,6 +143,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
         ({"torch_compile": True}, "compiled layers do not sample"),
         ({"overlong": "split"}, "half an answer"),
         ({"loss_type": "sigmoid"}, "use grpo, dr_grpo, dapo, gspo, rloo"),
+        ({"temperature": 0}, "greater than or equal to 0.01"),
         ({"num_generations": 1}, "greater than or equal to 2"),
         ({"dataset_format": "text"}, "takes chat"),
     ],
