@@ -24,7 +24,7 @@ LABELS = {
     # Objective
     "objective": "What to train for",
     "loss_type": "Form of the loss",
-    "beta": "Scale of the rewards",
+    "beta": "Scale of rewards, weight of KL",
     "label_smoothing": "Share of wrong labels",
     "teacher": "Teacher",
     "jsd_beta": "Share of the teacher in the mixture",

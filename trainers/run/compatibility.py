@@ -95,7 +95,7 @@ def _is_docstring(node: Any) -> bool:
 
 
 def recorded_versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what a checkpoint records: `versions()`, and the digests of an objective, rewards and a teacher.
+    """Returns what a checkpoint records: `versions()`, and the digests of an objective, rewards and a frozen model.
 
     Raises:
         ConfigError: If that file cannot be read.
