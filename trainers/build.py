@@ -57,7 +57,7 @@ from trainers.run.from_run import adapter_of
 from trainers.run.manifest import Origin, Progress
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.strategy import Strategy
-from trainers.teacher import add_teacher
+from trainers.teacher import add_frozen
 from trainers.tools.preflight import check_positions, check_token_ids
 
 _HOOKS = {
@@ -161,8 +161,7 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     loss.stored = stored
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
-    if config.objective_spec.teacher:
-        add_teacher(config, loss, splits)
+    add_frozen(config, loss, splits)
     check_token_ids(config, splits, loss.vocab_size)
     check_last_tokens(config, splits)
     check_positions(config, splits, scaled_positions(config, loss.base.config.get_text_config()))

@@ -141,7 +141,8 @@ class Sampler:
             own_numbers = numbers if len(numbers) else np.zeros(1, dtype=np.int64)  # every rank must do the same passes
             request = SampleRequest(
                 [prompts[number] for number in own_numbers.tolist()], None if randoms is None else randoms[own_numbers],
-                self.config.max_completion_length, self.stops, self.stops[0], self.ranks.world > 1,
+                1.0 if randoms is None else self.config.temperature, self.config.max_completion_length, self.stops,
+                self.stops[0], self.ranks.world > 1,
             )  # fmt: skip
             answers = self.backend.sample(request)
             own += list(zip(numbers.tolist(), answers.tokens, answers.log_probs, answers.ended, strict=False))
@@ -167,6 +168,7 @@ class Sampler:
                     numbers.tolist(), [tokens.tolist() for tokens in answers.tokens],
                     [values.tolist() for values in answers.log_probs], list(answers.ended), total.tolist(),
                     by_function, texts, prompts_digest([prompt.tokens for prompt in prompts]),
+                    self.config.temperature,
                 )  # fmt: skip
                 outcome = (step, "")
             except TrainingError as error:
@@ -222,12 +224,8 @@ class Sampler:
         try:
             recorded = RecordedStep.from_json(path.read_text(encoding="utf-8"))
             digest = prompts_digest([prompt.tokens for prompt in prompts])
-            if recorded.prompts != numbers.tolist() or recorded.fingerprint != digest:
-                problem = ValueError("its answers are to other prompts: data, seed, batch and options must be the same")
-            if any(not 0 <= token < self.vocabulary for answer in recorded.answers for token in answer):
-                problem = ValueError("it has tokens that the model does not have")
-            if any(not 0 < len(answer) <= self.config.max_completion_length for answer in recorded.answers):
-                problem = ValueError("it has an empty answer, or one longer than max_completion_length")
+            if misfit := recorded.misfit(self.config, numbers.tolist(), digest, self.vocabulary):
+                problem = ValueError(misfit)
         except (OSError, ValueError, TypeError) as error:
             problem = ValueError(str(error))
         self.ranks.agree(problem, f"reading the answers of step {step + 1}, {path},")

@@ -1,4 +1,4 @@
-"""Loads the teacher of a distillation, and checks that it speaks of the same tokens as the model that is trained."""
+"""Loads a frozen model beside the one that is trained: the teacher of a distillation, or the initial model."""
 
 from __future__ import annotations
 
@@ -7,28 +7,39 @@ from typing import Any
 
 from trainers.config.mistakes import errors_about
 from trainers.config.options import TrainConfig
-from trainers.config.teacher import teacher_config
+from trainers.config.teacher import copies_initial, initial_config, teacher_config
 from trainers.data.prepare import TokenSet
 from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.model.load import build_unread, compute_dtype
 from trainers.model.stored import TEACHER
 from trainers.objectives.distillation import Divergence
 from trainers.objectives.loss_module import LossModule
-from trainers.objectives.teacher import Teacher
+from trainers.objectives.teacher import InitialModel, Teacher
+from trainers.run.from_run import refuse_adapter_start
 from trainers.tools.preflight import check_positions, check_token_ids
 
 
-def add_teacher(config: TrainConfig, loss: LossModule, splits: Sequence[TokenSet | None]) -> None:
-    """Builds the teacher, and leaves its weights in their files as those of the base model are.
+def add_frozen(config: TrainConfig, loss: LossModule, splits: Sequence[TokenSet | None]) -> None:
+    """Builds the frozen model that the loss compares with, if any, and leaves its weights in their files.
 
     Args:
         config: the run's config.
-        loss: the module of the model that is trained, which the teacher becomes a part of.
-        splits: the data sets, whose token ids and lengths the teacher must support.
+        loss: the module of the model that is trained, which the frozen one becomes a part of.
+        splits: the data sets, whose token ids and lengths a teacher must support.
 
     Raises:
-        ConfigError: if the teacher cannot be loaded, or its tokens are others.
+        ConfigError: if it cannot be loaded, the tokens of a teacher are others, or the initial model has an adapter.
     """
+    refuse_adapter_start(config)
+    if config.objective_spec.teacher:
+        _add_teacher(config, loss, splits)
+    elif copies_initial(config):  # which a resumed run also reads from the files of its base model
+        model, stored = build_unread(initial_config(config))
+        loss.teacher = InitialModel(model, compute_dtype(config), loss.temperature)
+        loss.stored |= {f"{TEACHER}{name}": source for name, source in stored.items()}
+
+
+def _add_teacher(config: TrainConfig, loss: LossModule, splits: Sequence[TokenSet | None]) -> None:
     refuse_other_vocabulary(config)
     own: dict[str, Any] = config.objective_options()
     del own["teacher"]

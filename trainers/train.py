@@ -267,8 +267,8 @@ def train(
     progress = build.load_first_weights(config, checkpoints, folder, loss)
     progress.skipped_steps = ranks.broadcast(sorted({*progress.skipped_steps, *run.read_skipped_steps()}))
     buffers, memory = persistent_buffers(loss.model), memory_gib(ranks.device)
-    teacher = 0 if loss.teacher is None else sum(used_matmul_parameters(loss.teacher.base))
-    matmul = (*used_matmul_parameters(loss.base), teacher)  # before layers are split over ranks
+    trained, frozen = used_matmul_parameters(loss.base)  # before layers are split over ranks
+    teacher = loss.penalizes_kl * frozen if loss.teacher is None else sum(used_matmul_parameters(loss.teacher.base))
     CLOCK.ended("model")
     backend, dtypes = build.backend(config, strategy, accelerator, ranks, mesh, loss)
     lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)
@@ -285,7 +285,7 @@ def train(
     reporter = Reporter(run, accelerator, config, attempt, main_rank, console, processes)
     context = TrainContext(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
-        bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=matmul,
+        bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=(trained, frozen, teacher),
         scaler=accelerator.scaler, plan=plan,
         eval_rows=make_rows(config, eval_data, shard) if eval_data else None,
         checkpoints=checkpoints,

@@ -31,7 +31,7 @@ from trainers.data.batches import TrainPlan
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import load_strategy
 
-GROUP, MOST_TOKENS, EPSILON = 4, 40, 0.05
+GROUP, MOST_TOKENS, EPSILON, BETA, LORA_RATE = 4, 40, 0.05, 0.3, 4e-4
 KINDS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 REWARD = '''
 from difflib import SequenceMatcher
@@ -59,14 +59,15 @@ def grpo(name: str, method: str = "full", packing: bool = True, again: int = 0, 
     return run(processes, method, packing, name, again, **grpo_options(**changes))
 
 
-def recorded() -> Path:
+def recorded(**changes: Any) -> Path:
     """The answers of a run with one process."""
-    return grpo("single").run.rollouts
+    return grpo("single", **changes).run.rollouts
 
 
 def replayed(**changes: Any) -> dict[str, Any]:
     """Options of a run on recorded answers; its rate is higher, so that its ratios leave 1 and some are clipped."""
-    recording = {"recorded_answers": str(recorded()), "eval_dataset_name": "none"}
+    sampling = {name: value for name, value in changes.items() if name in ("temperature",)}
+    recording = {"recorded_answers": str(recorded(**sampling)), "eval_dataset_name": "none"}
     return {**recording, "learning_rate": 1.5e-4, **changes}
 
 
@@ -89,18 +90,20 @@ def advantages(rewards: list[float], kind: str) -> torch.Tensor:
     return (centred if kind == "dr_grpo" else centred / (groups.std(1, keepdim=True) + 1e-4)).flatten().float()
 
 
-def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
+def plain_grpo(settings: TrainConfig, wrong: str = "", **instead: float) -> plain.Curve:
     """GRPO on recorded answers in a page, each answer alone.
 
     Args:
         settings: options of the run.
         wrong: control: `signs` of the advantages are reversed, or nothing is `unclipped`.
+        instead: control: `temperature` or `beta`, in place of those of the run.
     """
-    kind, steps_taken = settings.objective_options()["loss_type"], iter(range(STEPS))
+    own, steps_taken = {**settings.objective_options(), **instead}, iter(range(STEPS))
+    kind = own["loss_type"]
     low, high = (0.0, 100.0) if wrong == "unclipped" else (1 - EPSILON, 1 + EPSILON)
 
     def mean_loss(plan: TrainPlan, model: nn.Module, initial: nn.Module, members: np.ndarray) -> torch.Tensor:
-        step = read(next(steps_taken))
+        step = read(next(steps_taken), Path(str(settings.recorded_answers)))
         assert step["prompts"] == members.repeat(GROUP).tolist()
         losses, total = [], sum(map(len, step["answers"]))
         for number, answer, before, advantage in zip(
@@ -109,13 +112,20 @@ def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
             tokens, mask = plan.rows.documents.document(number)
             prompt = tokens[: int(mask.argmax())].tolist()
             ids = torch.tensor([prompt + answer])
-            logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1]
-            log_probs = -functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="none")
+            log_probs, unmoved = (
+                -functional.cross_entropy(
+                    part(input_ids=ids).logits[0, len(prompt) - 1 : -1] / own["temperature"],
+                    ids[0, len(prompt) :], reduction="none",
+                )
+                for part in (model, initial)
+            )  # fmt: skip
             change = log_probs - torch.tensor(before)
             if kind in ("gspo", "rloo"):
                 change = change.sum() / (len(answer) if kind == "gspo" else 1)
             ratio, signed = change.exp(), -advantage if wrong == "signs" else advantage
             loss = -torch.minimum(ratio * signed, ratio.clamp(low, high) * signed)
+            penalty = own["beta"] * ((unmoved - log_probs).exp() - (unmoved - log_probs) - 1)
+            loss = loss + (penalty.mean() if kind == "gspo" else penalty)
             weights = {"grpo": 1 / len(answer), "dr_grpo": 1 / MOST_TOKENS, "dapo": len(step["answers"]) / total}
             losses.append(loss.sum() * weights.get(kind, 1.0))
         return torch.stack(losses).mean()
@@ -124,14 +134,15 @@ def plain_grpo(settings: TrainConfig, wrong: str = "") -> plain.Curve:
 
 
 @functools.cache
-def wanted(method: str, kind: str) -> plain.Curve:
+def wanted(method: str, kind: str, **changes: Any) -> plain.Curve:
     """The curve of the plain page."""
 
     def train(folder: Path) -> None:
-        settings = config(method, True, **grpo_options(**replayed(loss_type=kind)))
+        settings = config(method, True, **grpo_options(**replayed(loss_type=kind, **changes)))
         (folder / "curve.json").write_text(json.dumps(asdict(plain_grpo(settings))))
 
-    return plain.Curve(**json.loads((once(f"plain-grpo-{method}-{kind}", train) / "curve.json").read_text()))
+    folder = once("-".join(["plain-grpo", method, kind, *(f"{name}{value}" for name, value in changes.items())]), train)
+    return plain.Curve(**json.loads((folder / "curve.json").read_text()))
 
 
 @pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["sp"]))
@@ -170,6 +181,55 @@ def test_what_is_wrong_does_not_agree(wrong: str) -> None:
     assert not plain_grpo(settings, wrong).agrees(wanted("full", "grpo"))
 
 
+def test_at_another_temperature() -> None:
+    changes = {"temperature": 0.8}
+    agreed = wanted("full", "grpo", **changes)
+    assert curve(grpo("single", **replayed(**changes))).agrees(agreed)
+    assert max(grpo("single", **changes).series("sampler_difference")) < 1e-4  # sampled as it is trained
+    settings = config("full", True, **grpo_options(**replayed(**changes)))
+    assert not plain_grpo(settings, temperature=1.0).agrees(agreed)
+
+
+@pytest.mark.parametrize("name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "sp"], ["fsdp2"]))
+def test_kl_to_a_copy_of_the_initial_model(name: str) -> None:
+    finished, agreed = grpo(name, **replayed(beta=BETA)), wanted("full", "grpo", beta=BETA)
+    assert curve(finished).agrees(agreed)
+    divergences = finished.series("kl")
+    assert divergences[0] == pytest.approx(0, abs=1e-6)
+    assert divergences[-1] > 1e-3
+
+
+@pytest.mark.parametrize("name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero3", "tp", "cp"], ["single"]))
+def test_kl_to_the_model_without_its_adapters(name: str) -> None:
+    finished = grpo(name, "lora", **replayed(beta=BETA, learning_rate=LORA_RATE))
+    assert curve(finished).agrees(wanted("lora", "grpo", beta=BETA, learning_rate=LORA_RATE))
+    assert finished.series("kl")[-1] > 1e-4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["dr_grpo", "dapo", "gspo"])
+def test_kl_in_each_form_of_the_loss(kind: str) -> None:
+    assert curve(grpo("single", **replayed(loss_type=kind, beta=BETA))).agrees(wanted("full", kind, beta=BETA))
+
+
+def test_another_weight_of_the_kl_does_not_agree() -> None:
+    settings = config("full", True, **grpo_options(**replayed(beta=BETA)))
+    assert not plain_grpo(settings, beta=0.9 * BETA).agrees(wanted("full", "grpo", beta=BETA))
+
+
+@pytest.mark.parametrize("method", mostly_long(["full", "lora"], ["full"]))
+def test_p1_a_resumed_run_compares_with_the_initial_model(method: str, tmp_path: Path) -> None:
+    """Control: compared with the checkpoint's model, its first divergence would be 0."""
+    name = "fsdp2" if method == "full" else "single"
+    changes = replayed(beta=BETA) if method == "full" else replayed(beta=BETA, learning_rate=LORA_RATE)
+    undisturbed = grpo(name, method, **changes)
+    again = {**options(method, True, **grpo_options(**changes)), "resume_from_checkpoint": undisturbed.checkpoints[0]}
+    resumed = launch_well(tmp_path / "again", load_strategy(name).num_processes, again, strategy=name)
+    assert equal_after_resume(undisturbed, resumed)
+    assert resumed.series("kl") == undisturbed.series("kl")[10:]
+    assert resumed.series("kl")[0] > 1e-5
+
+
 # -- with the sampler --------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +264,7 @@ class Recorded(GRPOTrainer):
     """Trains on recorded answers."""
 
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, torch.Tensor]:
-        step = read(self.state.global_step)
+        step = read(self.state.global_step, self.folder)
         prompts = [self.documents[number] for number in step["prompts"]]
         width, most = max(map(len, prompts)), max(map(len, step["answers"]))
         left = [[0] * (width - len(prompt)) for prompt in prompts]
@@ -213,7 +273,7 @@ class Recorded(GRPOTrainer):
         def padded(rows: list[list[Any]], ends: list[list[int]], before: bool) -> torch.Tensor:
             return torch.tensor([end + row if before else row + end for row, end in zip(rows, ends, strict=True)])
 
-        return {
+        batch = {
             "prompt_ids": padded(prompts, left, True),
             "prompt_mask": padded([[1] * len(prompt) for prompt in prompts], left, True),
             "completion_ids": padded(step["answers"], right, False),
@@ -222,19 +282,28 @@ class Recorded(GRPOTrainer):
             "advantages": advantages(step["rewards"], self.kind),
             "num_items_in_batch": torch.tensor(sum(map(len, step["answers"]))),
         }
+        if self.beta:
+            ids, mask = (
+                torch.cat([batch[f"prompt_{part}"], batch[f"completion_{part}"]], 1) for part in ("ids", "mask")
+            )
+            with torch.no_grad():
+                unmoved, *_ = self._get_per_token_logps_and_entropies(self.ref_model, ids, mask, most)
+            batch["ref_per_token_logps"] = unmoved
+        return batch
 
 
-def trl_curve(folder: Path, kind: str) -> plain.Curve:
+def trl_curve(folder: Path, kind: str, **changes: Any) -> plain.Curve:
     """Loss and gradient norm of TRL's trainer, whose micro-batch is the global batch."""
-    settings = config("full", True, **grpo_options(**replayed()))
+    settings = config("full", True, **grpo_options(**replayed(**changes)))
     count = settings.global_batch_size * GROUP
     arguments = GRPOConfig(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=count, num_generations=GROUP,
         learning_rate=settings.learning_rate, lr_scheduler_type="cosine", weight_decay=settings.weight_decay,
         max_grad_norm=settings.max_grad_norm, logging_steps=1, logging_nan_inf_filter=False, save_strategy="no",
-        report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False, beta=0.0,
+        report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False,
         epsilon=EPSILON, max_completion_length=MOST_TOKENS, loss_type="grpo" if kind == "gspo" else kind,
         importance_sampling_level="sequence" if kind == "gspo" else "token", disable_dropout=True,
+        temperature=settings.temperature, beta=settings.beta or 0.0,
     )  # fmt: skip
     trainer = Recorded(
         AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32), lambda **more: [0.0], arguments,
@@ -246,12 +315,18 @@ def trl_curve(folder: Path, kind: str) -> plain.Curve:
 
     data = prepare(settings, "train")
     trainer.documents = [prompt_of(data, number).tokens.tolist() for number in range(len(data))]
-    trainer.kind = kind
+    trainer.kind, trainer.folder = kind, Path(str(settings.recorded_answers))
     trainer.train()
     logged = [row for row in trainer.state.log_history if "grad_norm" in row]
     return plain.Curve([row["loss"] for row in logged], [row["grad_norm"] for row in logged])
 
 
-@pytest.mark.parametrize("kind", mostly_long(["grpo", "dr_grpo", "dapo", "gspo"], ["grpo"]))
-def test_losses_and_gradient_norms_equal_those_of_trl(kind: str, tmp_path: Path) -> None:
-    assert curve(grpo("single", **replayed(loss_type=kind))).agrees(trl_curve(tmp_path, kind))
+KINDS_OF_TRL = ("grpo", "dr_grpo", "dapo", "gspo")
+AGAINST_TRL = [(kind, {}) for kind in KINDS_OF_TRL] + [
+    (kind, {"temperature": 0.8, "beta": BETA}) for kind in KINDS_OF_TRL
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), mostly_long(AGAINST_TRL, [AGAINST_TRL[4]]))
+def test_losses_and_gradient_norms_equal_those_of_trl(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    assert curve(grpo("single", **replayed(loss_type=kind, **changes))).agrees(trl_curve(tmp_path, kind, **changes))

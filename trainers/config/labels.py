@@ -24,7 +24,7 @@ LABELS = {
     # Objective
     "objective": "What to train for",
     "loss_type": "Form of the loss",
-    "beta": "Scale of the rewards",
+    "beta": "Scale of rewards, weight of KL",
     "label_smoothing": "Share of wrong labels",
     "teacher": "Teacher",
     "jsd_beta": "Share of the teacher in the mixture",
@@ -37,6 +37,7 @@ LABELS = {
     "reward_timeout": "Time for the rewards of a step",
     "num_generations": "Answers per prompt",
     "max_completion_length": "Longest answer",
+    "temperature": "Temperature of sampling",
     "epsilon": "Clipping of probability ratios",
     "epsilon_high": "Clipping upwards",
     "importance_sampling_cap": "Most weight of a sampled token",

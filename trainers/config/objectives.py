@@ -41,7 +41,7 @@ class ObjectiveSpec:
         loss_of: What the loss is computed of: the `labels`, which are the trained tokens, the log-probabilities of
             `documents`, or the model's `distributions` at the trained tokens.
         divisor: What the summed loss of a global batch is divided by: its trained tokens, or its examples.
-        metrics: What it reports besides the loss, each a mean over the same divisor.
+        metrics: What it reports besides the loss, each a mean over the same divisor; the last ones may be left out.
         reports_in_training: Whether it reports the metrics at each step too, not only of the evaluation data.
         defaults: The options that only some objectives read, with their defaults for this one.
         loss_types: Values of `loss_type` that it takes, the first by default; empty if it has one loss.
@@ -161,10 +161,12 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ObjectiveSpec(
             "grpo", "GRPO", "Group relative policy optimization",
             "Sample several answers to each prompt, reward them with functions, and make the better ones more likely.",
-            formats=("chat", "sharegpt", "prompt_completion", "alpaca"), metrics=("clip_ratio", "sampler_difference"),
+            formats=("chat", "sharegpt", "prompt_completion", "alpaca"),
+            metrics=("clip_ratio", "sampler_difference", "kl"),
             defaults={
                 "reward_funcs": ["exact_match"], "reward_weights": [], "reward_schema": None, "reward_timeout": 60.0,
-                "num_generations": 8, "max_completion_length": 256, "epsilon": 0.2, "epsilon_high": None,
+                "num_generations": 8, "max_completion_length": 256, "temperature": 1.0, "beta": 0.0,
+                "epsilon": 0.2, "epsilon_high": None,
                 "importance_sampling_cap": 2.0, "mask_truncated_completions": False, "recorded_answers": None,
             },
             loss_types=("grpo", "dr_grpo", "dapo", "gspo", "rloo"), samples=True,

@@ -128,8 +128,8 @@ class TrainConfig(BaseModel):
     """Share of the teacher in the mixture of jsd: near 0 it acts as forward_kl, near 1 as reverse_kl."""
     distill_temperature: float = _option("objective", 1.0, ge=0.01, le=100)
     """Divides the logits of both models before distill compares them; the loss is not multiplied by its square."""
-    beta: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
-    """Scale of the rewards: the larger, the nearer dpo and kto stay to the initial model; default: 0.1, simpo 2."""
+    beta: Annotated[float | None, Optionally] = _option("objective", None, ge=0, le=1000)
+    """Scale of rewards (0.1, simpo 2), KL weight of grpo (0): more keeps dpo, kto, grpo near the initial model."""
     label_smoothing: float = _option("objective", 0.0, ge=0, lt=0.5)
     """Share of pairs that are expected to be labelled the wrong way round; dpo (sigmoid, robust), simpo and cpo."""
     simpo_gamma: float = _option("objective", 1.0, ge=0, le=1000)
@@ -154,6 +154,8 @@ class TrainConfig(BaseModel):
     """Answers that grpo samples for each prompt; a row of `global_batch_size` is a prompt."""
     max_completion_length: int = _option("objective", 256, "tokens", ge=1, le=2**20)
     """Tokens of a sampled answer at most; prompt and answer fit into `max_length`."""
+    temperature: float = _option("objective", 1.0, ge=0.01, le=100)
+    """Divides the logits of grpo where it samples and where it trains; evaluation takes the most likely tokens."""
     epsilon: float = _option("objective", 0.2, gt=0, lt=1)
     """How far grpo lets a probability ratio go before it clips it."""
     epsilon_high: Annotated[float | None, Optionally] = _option("objective", None, gt=0, le=1000)
@@ -413,6 +415,11 @@ class TrainConfig(BaseModel):
         for name, default in spec.defaults.items():
             values[name] = default if getattr(self, name) is None else getattr(self, name)
         return {"loss_type": self.loss_type or spec.loss_types[0], **values} if spec.loss_types else values
+
+    @property
+    def penalizes_kl(self) -> bool:
+        """Whether sampled answers lose by their divergence from the initial model."""
+        return self.objective_spec.samples and self.objective_options()["beta"] > 0
 
     def profiled_steps(self) -> tuple[int, int] | None:
         """Returns the first and the last step to profile, counted from 1; None if there are none."""

@@ -149,6 +149,13 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "teacher", None, f"is not set, {objective}",
          "name the model to learn from: a Hub id, a folder, or a run that is done"
          + (" (`tunesmith train tiny-full` trains one)" if config.model_name_or_path == EMBEDDED else "")),
+        (config.beta == 0 and "beta" in spec.defaults and not spec.samples,
+         "beta", 0, f"{objective}: nothing would be learned", "use more than 0"),
+        (config.penalizes_kl and config.loss_type == "rloo",
+         "beta", config.beta, "with loss_type=rloo, where the divergence would be a part of the rewards",
+         "leave it out, or use another loss_type"),
+        (config.penalizes_kl and config.random_init,
+         "beta", config.beta, "with random_init=true: random weights are nothing to stay near to", "leave it out"),
         (spec.labelled and config.desirable_weight == config.undesirable_weight == 0,
          "desirable_weight", 0, "with undesirable_weight=0: nothing would be learned", "set one of them, such as 1"),
         (spec.scalar_head and config.method == "qlora",

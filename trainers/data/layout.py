@@ -92,6 +92,7 @@ class ScoredDocuments:
         advantages: `[documents]` fp32, how much better than others each sampled answer is; None if nothing is sampled.
         sampled: `[labels]` fp32, log-probability of each label as the sampler computed it; None as above.
         is_fresh: whether the weights that sampled the answers are those that are trained now.
+        initial: `[labels]` fp32, log-probability of each label under the initial model; None without.
     """
 
     of_label: torch.Tensor
@@ -105,6 +106,7 @@ class ScoredDocuments:
     advantages: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
     is_fresh: bool = True
+    initial: torch.Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""

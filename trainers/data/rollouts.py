@@ -138,6 +138,7 @@ class RecordedStep:
         by_function: rewards of each function.
         texts: prompt, answer, and the answer in the data, as text, for readers.
         fingerprint: sha256 of the tokens of the prompts.
+        temperature: the option it was sampled with.
     """
 
     prompts: list[int]
@@ -148,10 +149,30 @@ class RecordedStep:
     by_function: dict[str, list[float]]
     texts: list[list[str]]
     fingerprint: str
+    temperature: float
 
     def to_json(self, **more: Any) -> str:
         """The step as JSON."""
         return json.dumps({**more, **self.__dict__}, ensure_ascii=False)
+
+    def misfit(self, config: TrainConfig, numbers: Sequence[int], digest: str, vocab_size: int) -> str | None:
+        """Why a run cannot train on these answers; None if it can.
+
+        Args:
+            config: the run's config.
+            numbers: number of the document of each of its prompts.
+            digest: sha256 of the tokens of those.
+            vocab_size: tokens that its model has.
+        """
+        if self.prompts != numbers or self.fingerprint != digest:
+            return "its answers are to other prompts: data, seed, batch and options must be the same"
+        if self.temperature != config.temperature:
+            return f"its answers were sampled at temperature={self.temperature}, and this run has {config.temperature}"
+        if any(not 0 <= token < vocab_size for answer in self.answers for token in answer):
+            return "it has tokens that the model does not have"
+        if any(not 0 < len(answer) <= config.max_completion_length for answer in self.answers):
+            return "it has an empty answer, or one longer than max_completion_length"
+        return None
 
     @classmethod
     def from_json(cls, text: str) -> RecordedStep:

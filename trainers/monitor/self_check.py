@@ -99,7 +99,11 @@ def compare(
         *_layout(strategy, mesh, backend),
         Line("trained weights", "float32" if config.master_weights else "bfloat16", _dtype_names(trained)),
         Line("frozen weights", frozen_dtype, _dtype_names(frozen)),
-        *([Line("teacher's weights", _name(compute_dtype(config)), _dtype_names(taught))] if taught else []),
+        *(
+            [Line(f"weights of the {loss.teacher.title}", _name(compute_dtype(config)), _dtype_names(taught))]
+            if taught
+            else []
+        ),
         *([_float8(loss)] if config.mixed_precision == "fp8" else []),
         *(_four_bits(strategy, backend, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(dtypes.linear))),

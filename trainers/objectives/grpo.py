@@ -27,6 +27,10 @@ class Grpo:
     Ratios of freshly sampled answers are 1: they are weighted by what the sampler's probabilities differ from ours by,
     up to `importance_sampling_cap`. Recorded answers are compared with the probabilities that were recorded.
 
+    With `beta`, each token also loses `beta` times an estimate of its KL divergence from the initial model.
+
+    Probabilities are those at `temperature`, at which answers are sampled.
+
     `options` are the values of `TrainConfig.objective_options`.
     """
 
@@ -36,6 +40,8 @@ class Grpo:
         self.kind: str = options["loss_type"]
         self.most_tokens: int = options["max_completion_length"]
         self.cap: float = options["importance_sampling_cap"]
+        self.temperature: float = options["temperature"]
+        self.beta: float = options["beta"]
         high = options["epsilon_high"]
         self.low, self.high = 1 - options["epsilon"], 1 + (options["epsilon"] if high is None else high)
 
@@ -58,20 +64,26 @@ class Grpo:
         sampled, advantages = documents.sampled.to(log_probs.dtype), documents.advantages.to(log_probs.dtype)
         before = log_probs.detach() if documents.is_fresh else sampled
         changes, gaps = log_probs - before, before - sampled  # gaps of recorded answers are 0
+        divergences = None if documents.initial is None else _divergences(log_probs, documents.initial)
         if self.kind in ("gspo", "rloo"):
             changes, gaps = of_documents(changes), of_documents(gaps)
             if self.kind == "gspo":
                 changes, gaps = changes / lengths, gaps / lengths
             losses, clipped = self._clipped(changes, advantages)
             losses = losses * gaps.exp().clamp(max=self.cap) * (documents.tokens > 0)
+            if divergences is not None:
+                losses = losses + self.beta * of_documents(divergences) / lengths
         else:
             of_tokens, clipped_tokens = self._clipped(changes, advantages[documents.of_label])
-            losses = of_documents(of_tokens * gaps.exp().clamp(max=self.cap)) * self._weights(documents, lengths)
+            of_tokens = of_tokens * gaps.exp().clamp(max=self.cap)
+            of_tokens = of_tokens if divergences is None else of_tokens + self.beta * divergences
+            losses = of_documents(of_tokens) * self._weights(documents, lengths)
             clipped = of_documents(clipped_tokens) / lengths
         with torch.no_grad():
             differences = of_documents((log_probs - sampled).abs()) / lengths
-            metrics = torch.stack([clipped.sum(), differences.sum()])
-        return losses.sum(), metrics
+            metrics = [clipped.sum(), differences.sum()]
+            metrics += [] if divergences is None else [(of_documents(divergences) / lengths).sum()]
+        return losses.sum(), torch.stack(metrics)
 
     def _clipped(self, changes: torch.Tensor, advantages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses of changes in log-probability, and which of them were clipped, as 0 or 1."""
@@ -84,3 +96,9 @@ class Grpo:
         if self.kind == "grpo":
             return 1 / lengths
         return torch.full_like(lengths, documents.scales.nll if self.kind == "dapo" else 1 / self.most_tokens)
+
+
+def _divergences(log_probs: torch.Tensor, initial: torch.Tensor) -> torch.Tensor:
+    """`[labels]` estimates of KL(model, initial model), never negative (http://joschu.net/blog/kl-approx.html: k3)."""
+    changes = initial.to(log_probs.dtype) - log_probs
+    return changes.exp() - changes - 1

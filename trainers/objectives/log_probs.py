@@ -52,13 +52,14 @@ class _Chunk:
         labels: `[chunk]`.
         rule: scale and cap of the logits.
         part: this rank's part of the vocabulary.
+        temperature: divides the logits.
     """
 
     def __init__(
         self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
-        rule: HeadRule, part: VocabularyShard,
+        rule: HeadRule, part: VocabularyShard, temperature: float,
     ):  # fmt: skip
-        self.rows, self.weight, self.rule, self.part = rows, weight, rule, part
+        self.rows, self.weight, self.rule, self.part, self.temperature = rows, weight, rule, part, temperature
         wide = torch.promote_types(rows.dtype, torch.float32)
         logits = (rows @ weight.t()).to(wide)
         logits = logits if bias is None else logits + bias.to(wide)
@@ -67,7 +68,7 @@ class _Chunk:
         if rule.cap is not None:
             self.capped = torch.tanh(logits / rule.cap)
             logits = self.capped * rule.cap
-        self.logits = logits
+        self.logits = logits / temperature if temperature != 1.0 else logits
         targets = labels[:, None] - part.start
         self.elsewhere = (targets < 0) | (targets >= logits.shape[1])
         self.targets = targets.masked_fill(self.elsewhere, 0)
@@ -82,7 +83,7 @@ class _Chunk:
         return (sums[:, 1:] - log_sum).squeeze(1), largest + log_sum
 
     def gradient(self, upstream: torch.Tensor, log_sum: torch.Tensor) -> torch.Tensor:
-        """Gradient of the head's output, before bias and scale: `upstream * (one-hot - softmax)`, back through cap.
+        """Gradient of the head's output, before bias and scale: `upstream * (one-hot - softmax)` of the logits.
 
         Args:
             upstream: `[chunk]` gradient of each log-probability.
@@ -91,6 +92,7 @@ class _Chunk:
         gradient = (self.logits - log_sum).exp_().mul_(-upstream[:, None])
         one_hot = upstream[:, None].masked_fill(self.elsewhere, 0.0)
         gradient.scatter_add_(1, self.targets, one_hot)
+        gradient = gradient / self.temperature if self.temperature != 1.0 else gradient
         gradient = gradient if self.capped is None else gradient * (1 - self.capped**2)
         return gradient * self.rule.scale if self.rule.scale != 1.0 else gradient
 
@@ -108,6 +110,7 @@ class _ScoredLogProbs(torch.autograd.Function):
         rule: HeadRule,
         part: VocabularyShard,
         score: Score,
+        temperature: float,
         want_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         compute = weight.to(hidden.dtype)
@@ -115,7 +118,7 @@ class _ScoredLogProbs(torch.autograd.Function):
 
         def chunk(start: int) -> _Chunk:
             span = slice(start, start + size)
-            return _Chunk(hidden[span], compute, bias, labels[span], rule, part)
+            return _Chunk(hidden[span], compute, bias, labels[span], rule, part, temperature)
 
         # First pass: log-probabilities, the loss, and the loss's gradient with respect to them.
         starts = range(0, hidden.shape[0], size)
@@ -157,7 +160,7 @@ class _ScoredLogProbs(torch.autograd.Function):
         factor = upstream[0].to(torch.promote_types(upstream[0].dtype, torch.float32))
         gradients = (None if gradient is None else scaled(gradient, factor) for gradient in ctx.gradients)
         del ctx.gradients
-        return *gradients, None, None, None, None, None
+        return *gradients, None, None, None, None, None, None
 
 
 def scored_log_probs(
@@ -168,8 +171,9 @@ def scored_log_probs(
     rule: HeadRule,
     part: VocabularyShard,
     score: Score,
+    temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Applies `score` to the log-probabilities of labels under `rule(hidden @ weight.T + bias)`.
+    """Applies `score` to the log-probabilities of labels under `rule(hidden @ weight.T + bias) / temperature`.
 
     Collective, if the vocabulary is split over ranks.
 
@@ -181,9 +185,10 @@ def scored_log_probs(
         rule: scale and cap of the logits.
         part: this rank's part of the vocabulary.
         score: gives the loss and the metrics of the log-probabilities `[labels]`, in fp32 or wider.
+        temperature: divides the logits.
 
     Returns:
         Loss and metrics as `score` gave them. The loss is differentiable, the metrics are not.
     """
     want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _ScoredLogProbs.apply(hidden, weight, bias, labels, rule, part, score, want)
+    return _ScoredLogProbs.apply(hidden, weight, bias, labels, rule, part, score, temperature, want)

@@ -6,8 +6,9 @@ summed over the micro-batch in fp32; the caller divides by the tokens or example
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments
 from trainers.objectives.distillation import Head, attach
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
-from trainers.objectives.log_probs import VocabularyShard, scored_log_probs
+from trainers.objectives.log_probs import Score, VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss, TokenLoss
 from trainers.objectives.output_head import HeadRule, find_head_rule, scalar_head
 from trainers.objectives.sampling import SampleRequest, sample
@@ -28,6 +29,19 @@ from trainers.objectives.sft import linear_cross_entropy
 def inner_model(model: Any) -> Any:
     """The transformers model, unwrapped from peft if necessary."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Lets a peft model compute as its base; peft's own way also freezes the adapters, which wrappers must not see."""
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 class LossModule(nn.Module):
@@ -40,8 +54,9 @@ class LossModule(nn.Module):
         offloads: keep the activations saved for the backward pass in CPU memory.
         objective: the loss of documents; None for a loss that is a sum over tokens.
 
-    `teacher`, if set, is the frozen `Teacher` that a distillation compares with (`trainers/objectives/teacher.py`). The
-    strategy wraps it too. It is no part of `model`, and so not of checkpoints, exports and counts of weights.
+    `teacher`, if set, is the `Frozen` model that the loss compares with (`trainers/objectives/teacher.py`): the teacher
+    of a distillation, or the initial model. The strategy wraps it too. It is no part of `model`, and so not of
+    checkpoints, exports and counts of weights.
     """
 
     def __init__(
@@ -54,6 +69,8 @@ class LossModule(nn.Module):
         super().__init__()
         self.model, self.compute, self.offloads = model, compute, offloads
         self.objective = objective
+        self.temperature = objective.temperature if isinstance(objective, TokenLoss) else 1.0  # of scored labels
+        self.penalizes_kl = isinstance(objective, TokenLoss) and objective.beta > 0
         self.teacher: Any = None
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
         self.sum_over_shards: Callable[[torch.Tensor], torch.Tensor] | None = None  # the same
@@ -107,6 +124,7 @@ class LossModule(nn.Module):
         only_log_probs: bool = False,
         taught: bool = False,
         of_teacher: bool = False,
+        per_label: bool = False,
         request: SampleRequest | None = None,
     ) -> Any:
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
@@ -127,6 +145,7 @@ class LossModule(nn.Module):
             only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
             taught: compute the loss of a distillation, not the supervised one.
             of_teacher: compute the supervised loss of the teacher, for the probe.
+            per_label: return the log-probability `[labels]` of each label in place of the loss.
             request: prompts to answer; then nothing else is computed, and the answers are returned.
 
         Returns:
@@ -137,6 +156,8 @@ class LossModule(nn.Module):
         """
         if of_teacher:
             return self.teacher(input_ids, position_ids, documents, positions, labels, own_forward)
+        batch = (input_ids, position_ids, documents, positions, labels)
+        score = _each if per_label else self._objective_of(scored, only_log_probs, batch)
         half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
         with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
@@ -150,7 +171,6 @@ class LossModule(nn.Module):
                 if self.balancing is not None and real_tokens is not None and expert_weights is None:
                     routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
                     return self.balancing.count(routed, real_tokens), labels.new_zeros(())
-                score = None if scored is None else partial(self._score, scored, only_log_probs)
                 if not self.chunked and not taught:
                     return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score)
                 output = self.output(inputs)
@@ -162,12 +182,13 @@ class LossModule(nn.Module):
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
             if taught:
-                loss, metrics = self._taught((input_ids, position_ids, documents, positions, labels), picked)
+                loss, metrics = self._taught(batch, picked)
             elif score is None:
                 loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
             else:
-                rule, part = self.rule, self.vocabulary
-                loss, metrics = scored_log_probs(picked, head.weight, head.bias, labels, rule, part, score)
+                loss, metrics = scored_log_probs(
+                    picked, head.weight, head.bias, labels, self.rule, self.vocabulary, score, self.temperature
+                )
         return _with_balance(loss, output, real_tokens, expert_weights), metrics
 
     def inputs(
@@ -219,6 +240,37 @@ class LossModule(nn.Module):
             loss, metrics, gradients = self.teacher(*batch, student=student, want_gradients=want)
             MetadataRoute.current = metadata
         return attach(loss, student, gradients) if want else loss, metrics
+
+    def _objective_of(
+        self, scored: ScoredDocuments | None, only_log_probs: bool, batch: tuple[Any, ...]
+    ) -> Score | None:
+        """What makes loss and metrics of the log-probabilities of labels; None for the supervised loss.
+
+        Args:
+            scored: the documents.
+            only_log_probs: see `forward`.
+            batch: the first five arguments of `forward`, for the initial model, which comes before the trained one.
+        """
+        if scored is None:
+            return None
+        if self.penalizes_kl:
+            scored = replace(scored, initial=self._initial(*batch))
+        return partial(self._score, scored, only_log_probs)
+
+    def _initial(self, *batch: Any) -> torch.Tensor:
+        """`[labels]` log-probability of each label under the initial model.
+
+        Args:
+            batch: the first five arguments of `forward`.
+        """
+        with torch.no_grad():
+            if self.teacher is not None:
+                log_probs, _ = self.teacher(*batch, per_label=True)
+            else:
+                forward: Any = self.forward  # within that of the wrapper, whose hooks must not run again
+                with without_adapters(self.model):
+                    log_probs, _ = forward(*batch, per_label=True)
+        return log_probs
 
     def _score(
         self, scored: ScoredDocuments, only_log_probs: bool, log_probs: torch.Tensor
@@ -279,7 +331,7 @@ class LossModule(nn.Module):
         labels: torch.Tensor,
         real: torch.Tensor | None = None,
         expert_weights: torch.Tensor | None = None,
-        score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None,
+        score: Score | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.scores_ends:
             return _summed(self._own_end_scores(inputs, positions), labels, score)
@@ -287,6 +339,7 @@ class LossModule(nn.Module):
             output = self.model(**inputs)
         picked = output.logits.flatten(0, 1).index_select(0, positions).float()
         if score is not None:
+            picked = picked / self.temperature if self.temperature != 1.0 else picked
             loss, metrics = score(-functional.cross_entropy(picked, labels, reduction="none"))
         else:
             metrics = (picked.detach().argmax(-1) == labels).sum()
@@ -294,10 +347,15 @@ class LossModule(nn.Module):
         return _with_balance(loss, output, real, expert_weights), metrics
 
 
+def _each(log_probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of labels as they are, in place of a loss, and no metrics."""
+    return log_probs, log_probs.new_zeros(0)
+
+
 def _summed(
     scores: torch.Tensor,
     labels: torch.Tensor,
-    score: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+    score: Score | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and metrics of the objective from the scores of tokens `[labels]`, or the sum of these and no metrics."""
     return (scores.sum(), labels.new_zeros(())) if score is None else score(scores)

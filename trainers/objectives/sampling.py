@@ -30,6 +30,7 @@ class SampleRequest:
         prompts: token ids of each prompt; as many on every rank.
         uniforms: `[prompts, most tokens]` in [0, 1), a random number for each token of each answer; None for the most
             likely tokens.
+        temperature: divides the logits.
         most_tokens: tokens of an answer, at most.
         stops: token ids that end an answer.
         pad: token id for padding.
@@ -38,6 +39,7 @@ class SampleRequest:
 
     prompts: Sequence[np.ndarray]
     uniforms: np.ndarray | None
+    temperature: float
     most_tokens: int
     stops: Sequence[int]
     pad: int
@@ -79,11 +81,11 @@ class _Choose(LogitsProcessor):
     A token is chosen by inversion: the first at which the summed probability exceeds the uniform number.
     """
 
-    def __init__(self, uniform: torch.Tensor | None):
-        self.uniform, self.log_probs = uniform, list[torch.Tensor]()
+    def __init__(self, uniform: torch.Tensor | None, temperature: float):
+        self.uniform, self.temperature, self.log_probs = uniform, temperature, list[torch.Tensor]()
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        log_probs = torch.log_softmax(scores.float(), -1)
+        log_probs = torch.log_softmax(scores.float() / self.temperature, -1)
         if self.uniform is None:
             chosen = scores.argmax(-1, keepdim=True)
         else:
@@ -140,7 +142,7 @@ def sample(base: Any, request: SampleRequest, device: torch.device) -> Sampled:
     for line, prompt in enumerate(request.prompts):
         ids[line, width - len(prompt) :], real[line, width - len(prompt) :] = prompt, 1
     uniform = None if request.uniforms is None else torch.from_numpy(request.uniforms).to(device)
-    choose = _Choose(uniform)
+    choose = _Choose(uniform, request.temperature)
     config = GenerationConfig(
         max_new_tokens=request.most_tokens, do_sample=False, num_beams=1, use_cache=True,
         eos_token_id=list(request.stops), pad_token_id=request.pad,

@@ -1,4 +1,4 @@
-"""The teacher of a distillation: a frozen model beside the one that is trained, wrapped by the same strategy."""
+"""Frozen models beside the one that is trained, wrapped by the same strategy: a teacher, or the initial model."""
 
 from __future__ import annotations
 
@@ -12,27 +12,60 @@ from trainers.objectives.distillation import Divergence, Gradients, Head, compar
 from trainers.objectives.loss_module import LossModule
 
 
-class Teacher(LossModule):
-    """A frozen model, which compares a student's predictions with its own.
+class Frozen(LossModule):
+    """A frozen model, always in evaluation mode, so without dropout.
 
-    It does so in its own forward pass, in which FSDP and ZeRO 3 have gathered its head; that of the student is gathered
-    too, as it calls the teacher in its forward pass. No gradient flows back to the teacher, so its weights are gathered
-    once per micro-batch. Always in evaluation mode, so without dropout.
+    Its weights are gathered once per micro-batch, as no gradient flows back to it.
 
     Args:
         model: a transformers causal language model; its weights may be on the meta device.
         compute: dtype of matrix products.
+    """
+
+    title: str
+
+    def __init__(self, model: nn.Module, compute: torch.dtype):
+        super().__init__(model.requires_grad_(False), compute)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Frozen:
+        """Stays in evaluation mode, whatever the module around it does."""
+        return super().train(False)
+
+
+class InitialModel(Frozen):
+    """The model as it was before training, for the log-probabilities of labels.
+
+    Args:
+        model: see `Frozen`.
+        compute: see `Frozen`.
+        temperature: divides its logits.
+    """
+
+    title = "initial model"
+
+    def __init__(self, model: nn.Module, compute: torch.dtype, temperature: float):
+        super().__init__(model, compute)
+        self.temperature = temperature
+
+
+class Teacher(Frozen):
+    """A frozen model, which compares a student's predictions with its own.
+
+    It does so in its own forward pass, in which FSDP and ZeRO 3 have gathered its head; that of the student is gathered
+    too, as it calls the teacher in its forward pass.
+
+    Args:
+        model: see `Frozen`.
+        compute: see `Frozen`.
         divergence: the loss.
     """
 
-    def __init__(self, model: nn.Module, compute: torch.dtype, divergence: Divergence):
-        super().__init__(model.requires_grad_(False), compute)
-        self.divergence = divergence
-        self.eval()
+    title = "teacher"
 
-    def train(self, mode: bool = True) -> Teacher:
-        """Stays in evaluation mode, whatever the module around it does."""
-        return super().train(False)
+    def __init__(self, model: nn.Module, compute: torch.dtype, divergence: Divergence):
+        super().__init__(model, compute)
+        self.divergence = divergence
 
     def forward(self, *args: Any, student: Head | None = None, want_gradients: bool = False, **kwargs: Any) -> Any:
         """The teacher's own supervised loss, for the probe; with a `student`, what `compare` returns."""

@@ -96,7 +96,7 @@ def _is_docstring(node: Any) -> bool:
 
 
 def recorded_versions(config: TrainConfig) -> dict[str, str]:
-    """Returns what a checkpoint records: `versions()`, and the digests of objective, rewards, schema and teacher.
+    """Returns what a checkpoint records: `versions()`, and the digests of objective, rewards, schema and frozen model.
 
     Raises:
         ConfigError: If that file cannot be read.

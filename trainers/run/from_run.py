@@ -93,6 +93,13 @@ def adapter_of(config: TrainConfig) -> Path | None:
     return source.folder if source and source.is_adapter else None
 
 
+def refuse_adapter_start(config: TrainConfig) -> None:
+    """Raises ConfigError if the initial model, which is compared with, has an adapter: without it, it is another."""
+    if config.penalizes_kl and (folder := adapter_of(config)):
+        problem = f"and beta={config.beta}: the initial model, which is compared with, is loaded without its adapter"
+        raise ConfigError.about("from_run", folder, problem, "merge it with `tunesmith export RUN --merged` first")
+
+
 def start_options(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
     """The options that follow from `from_run`.
 

@@ -1,4 +1,4 @@
-"""Identifies the teacher of a run by the content of its files. Imports no torch."""
+"""Identifies the teacher of a run, or its initial model, by the content of the files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from pathlib import Path
 from filelock import FileLock
 
 from trainers.config.options import TrainConfig
-from trainers.config.teacher import teacher_config
+from trainers.config.teacher import copies_initial, initial_config, teacher_config
 from trainers.run.folder import cache_folder, read_json, write_json
 from trainers.run.manifest import sha256
 from trainers.run.weight_headers import base_folder, cached_folder
 
 
 def teacher_version(config: TrainConfig) -> dict[str, str]:
-    """`{"the teacher": DIGEST}`, as checkpoints record it; empty without one, or if it is not on this machine."""
-    if not config.objective_spec.teacher or config.teacher is None:
+    """`{"the teacher": DIGEST}`, as checkpoints record it; empty without one, or if it is not on this machine.
+
+    `{"the initial model": DIGEST}` if a copy of that is compared with, which a resumed run loads again.
+    """
+    if config.objective_spec.teacher and config.teacher is not None:
+        name, frozen = "the teacher", teacher_config(config)
+    elif copies_initial(config):
+        name, frozen = "the initial model", initial_config(config)
+    else:
         return {}
-    folder = base_folder(teacher_config(config))
-    local = folder if folder.is_dir() else cached_folder(teacher_config(config))
-    return {} if local is None else {"the teacher": teacher_digest(local)}
+    folder = base_folder(frozen)
+    local = folder if folder.is_dir() else cached_folder(frozen)
+    return {} if local is None else {name: teacher_digest(local)}
 
 
 def teacher_digest(folder: Path) -> str:

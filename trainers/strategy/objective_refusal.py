@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trainers.config.options import TrainConfig
+from trainers.config.teacher import copies_initial
 from trainers.strategy.mesh import MeshSizes
 
 
@@ -11,6 +12,9 @@ def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
     spec, objective = config.objective_spec, f"objective={config.objective}"
     if spec.teacher and sizes.tp * sizes.pp * sizes.ep > 1:
         return f"{objective} with {sizes}: the teacher is not split so; use fsdp2, for instance"
+    if copies_initial(config) and sizes.tp * sizes.ep > 1:
+        remedy = "use method=lora, which needs no copy, or fsdp2, for instance"
+        return f"beta={config.beta} with {sizes}: the copy of the initial model is not split so; {remedy}"
     if sizes.pp > 1 and spec.loss_of == "documents":
         return f"{objective} with {sizes}: pipelines sum over tokens; use fsdp2, for instance"
     samples = spec.samples and (config.recorded_answers is None or config.has_evaluation())

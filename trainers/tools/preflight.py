@@ -31,6 +31,7 @@ from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.run.compatibility import checkpoint_to_resume, versions
 from trainers.run.disk import check_room, tensors_of
 from trainers.run.folder import read_json, write_json
+from trainers.run.from_run import refuse_adapter_start
 from trainers.run.gpus import LEAST_CAPABILITY, capability
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.json_file import load_json
@@ -81,6 +82,7 @@ def check(
         raise ConfigError(mistakes)
     if config.objective_spec.teacher:
         _check_teacher(config)
+    refuse_adapter_start(config)
     folder = base_folder(config)
     local = folder if folder.is_dir() else cached_folder(config)
     headers = _headers(config, local)

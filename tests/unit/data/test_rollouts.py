@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from trainers.monitor.loss_guard import origin
 from trainers.rollouts import advantages
 from trainers.tools.preflight import plan_training
 
+STEP = RecordedStep([3], [[1, 2]], [[-0.25, -1.5]], [True], [1.0], {"exact_match": [1.0]}, [["a", "b"]], "sha", 1.0)
 CHAT = [
     {"role": "user", "content": "One?"},
     {"role": "assistant", "content": "First."},
@@ -97,7 +99,7 @@ def test_answers_become_documents() -> None:
 
 
 def test_recorded_steps_come_back_and_others_are_refused() -> None:
-    step = RecordedStep([3], [[1, 2]], [[-0.25, -1.5]], [True], [1.0], {"exact_match": [1.0]}, [["a", "b"]], "digest")
+    step = STEP
     assert RecordedStep.from_json(step.to_json(step=4)) == step
     with pytest.raises(ValueError, match="no sampled answers"):
         RecordedStep.from_json("[1]")
@@ -106,6 +108,24 @@ def test_recorded_steps_come_back_and_others_are_refused() -> None:
     for value in ("NaN", '"x"', "null"):
         with pytest.raises(ValueError, match="not a finite number"):
             RecordedStep.from_json(step.to_json().replace("-0.25", value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        ({}, {}, ""),
+        ({"prompts": [4]}, {}, "answers are to other prompts"),
+        ({"fingerprint": "other"}, {}, "answers are to other prompts"),
+        ({}, {"temperature": 0.7}, "sampled at temperature=1.0, and this run has 0.7"),
+        ({"answers": [[1, 9]]}, {}, "tokens that the model does not have"),
+        ({}, {"max_completion_length": 1}, "longer than max_completion_length"),
+    ],
+)
+def test_recorded_steps_of_another_run_are_refused(
+    changes: dict[str, object], options: dict[str, object], sentence: str, tmp_path: Path
+) -> None:
+    misfit = replace(STEP, **changes).misfit(config_of(tmp_path, **options), [3], "sha", 9)  # type: ignore[arg-type]
+    assert misfit is None if not sentence else sentence in str(misfit)
 
 
 @pytest.mark.parametrize(("objective", "count"), [("grpo", 4), ("sft", 2)])

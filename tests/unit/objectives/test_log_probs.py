@@ -27,19 +27,21 @@ def score(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.sigmoid(values[::2].sum() / 40 - values[1::2].sum() / 40), values.detach()[:3]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("cap", [None, 5.0])
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_loss_and_gradients_equal_one_softmax_over_all_tokens(
-    cap: float | None, with_bias: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, cap: float | None, with_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_probs, "LOGITS_PER_CHUNK", VOCABULARY)  # five chunks of 64 tokens, the least
     hidden, weight, bias, labels = tensors()
     used = [hidden, weight, *([bias] if with_bias else [])]
     rule, part = HeadRule(0.7, cap), VocabularyShard(0, VOCABULARY)
-    loss, metrics = scored_log_probs(hidden, weight, bias if with_bias else None, labels, rule, part, score)
+    chosen = bias if with_bias else None
+    loss, metrics = scored_log_probs(hidden, weight, chosen, labels, rule, part, score, temperature)
     ours = torch.autograd.grad(loss * 3, used)
 
-    logits = rule(functional.linear(hidden, weight, bias if with_bias else None))
+    logits = rule(functional.linear(hidden, weight, chosen)) / temperature
     wanted, of_plain = score(logits.log_softmax(-1).gather(1, labels[:, None]).squeeze(1))
     theirs = torch.autograd.grad(wanted * 3, used)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)

@@ -21,9 +21,15 @@ def build(kind: str = "llama") -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(LlamaConfig(**SMALL) if kind == "llama" else mixtral).eval()
 
 
-def request(numbers: list[int], most_tokens: int = 12, greedy: bool = False, stops: tuple[int, ...] = (1,)):  # type: ignore[no-untyped-def]
+def request(  # type: ignore[no-untyped-def]
+    numbers: list[int],
+    most_tokens: int = 12,
+    greedy: bool = False,
+    stops: tuple[int, ...] = (1,),
+    temperature: float = 1.0,
+):
     randoms = None if greedy else uniforms(7, 3, np.array(numbers), most_tokens)
-    return SampleRequest([PROMPTS[number] for number in numbers], randoms, most_tokens, stops, 1, False)
+    return SampleRequest([PROMPTS[number] for number in numbers], randoms, temperature, most_tokens, stops, 1, False)
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 4096, 5001])
@@ -37,8 +43,10 @@ def test_tokens_are_drawn_in_proportion() -> None:
     shares = torch.tensor([0.5, 0.0, 0.3, 0.2])
     numbers = (torch.arange(1000, dtype=torch.float64)[:, None] + 0.5) / 1000
     scores = shares.log().repeat(1000, 1)
-    chosen = _Choose(numbers)(torch.zeros(1000, 0), scores).argmax(-1)
+    chosen = _Choose(numbers, 1.0)(torch.zeros(1000, 0), scores).argmax(-1)
     assert chosen.bincount(minlength=4).tolist() == [500, 0, 300, 200]
+    sharper = _Choose(numbers, 0.5)(torch.zeros(1000, 0), scores).argmax(-1)  # 0.25, 0, 0.09 and 0.04 of 0.38
+    assert sharper.bincount(minlength=4).tolist() == [658, 0, 237, 105]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
@@ -48,18 +56,19 @@ def test_an_answer_is_the_same_alone_and_in_a_batch(kind: str) -> None:
     for number in range(3):
         alone = sample(model, request([number]), device)
         assert alone.tokens[0].tolist() == together.tokens[number].tolist()
-    other = SampleRequest(PROMPTS, uniforms(8, 3, np.arange(3), 12), 12, (1,), 1, False)
+    other = SampleRequest(PROMPTS, uniforms(8, 3, np.arange(3), 12), 1.0, 12, (1,), 1, False)
     assert [tokens.tolist() for tokens in sample(model, other, device).tokens] != [
         tokens.tolist() for tokens in together.tokens
     ], "control: another seed"
 
 
-def test_log_probabilities_are_those_of_the_model() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probabilities_are_those_of_the_model(temperature: float) -> None:
     model = build()
-    answers = sample(model, request([0, 2]), torch.device("cpu"))
+    answers = sample(model, request([0, 2], temperature=temperature), torch.device("cpu"))
     for prompt, tokens, values in zip([PROMPTS[0], PROMPTS[2]], answers.tokens, answers.log_probs, strict=True):
         ids = torch.tensor(np.concatenate([prompt, tokens]))[None]
-        log_probs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float(), -1)
+        log_probs = torch.log_softmax(model(input_ids=ids).logits[0, :-1].float() / temperature, -1)
         of_tokens = log_probs.gather(1, ids[0, 1:, None])[len(prompt) - 1 :, 0]
         assert np.allclose(values, of_tokens.detach().numpy(), atol=1e-5)
 

@@ -13,12 +13,12 @@ from tests.unit.run.test_from_run import finished, write_adapter, write_full
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
-from trainers.config.teacher import teacher_config
+from trainers.config.teacher import initial_config, teacher_config
 from trainers.config.validation import build, ignored_choices
 from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.embedded import BASE_DIR
 from trainers.run.compatibility import plain, recorded_versions, refusals
-from trainers.run.from_run import resolve_request
+from trainers.run.from_run import refuse_adapter_start, resolve_request
 from trainers.run.teacher import teacher_digest
 from trainers.strategy.strategy import load_strategy, refusal
 from trainers.tools.preflight import check
@@ -98,6 +98,45 @@ def test_a_teacher_is_loaded_as_it_is() -> None:
     other = teacher_config(config)
     assert (other.model_name_or_path, other.method, other.trust_remote_code) == ("t", "full", False)
     assert (other.num_hidden_layers, other.rope_scaling, other.from_run) == (None, "none", None)
+
+
+GRPO: dict[str, Any] = {**DATA, "objective": "grpo", "beta": 0.1, "method": "full", "global_batch_size": 32}
+
+
+@pytest.mark.parametrize("name", ["tp", "fsdp2_tp", "ep"])
+def test_a_copy_of_the_initial_model_is_not_split(name: str, tmp_path: Path) -> None:
+    options = {**GRPO, "recorded_answers": str(tmp_path)}
+    problem = refusal(load_strategy(name), build(options), has_gpu=False)
+    assert problem is not None
+    assert "the copy of the initial model is not split so; use method=lora" in problem
+    for changes in ({"method": "lora"}, {"beta": 0}):
+        assert refusal(load_strategy(name), build({**options, **changes}), has_gpu=False) is None
+
+
+def test_the_initial_model_is_loaded_as_the_trained_one_was() -> None:
+    changes = {"rope_scaling": "linear", "rope_factor": 2.0, "num_hidden_layers": 2}
+    config = build({**GRPO, **changes, "gradient_checkpointing": True})
+    initial = initial_config(config)
+    assert {name: getattr(initial, name) for name in changes} == changes
+    assert (initial.model_name_or_path, initial.gradient_checkpointing) == ("embedded", False)
+
+
+def test_an_adapter_to_start_from_is_no_initial_model(runs: Path) -> None:
+    folder = write_adapter(runs.parent / "adapter")
+    for method in ("lora", "full"):
+        config = build({**GRPO, "method": method, "from_run": str(folder)})
+        with pytest.raises(ConfigError, match="is loaded without its adapter; merge it with"):
+            check(config, load_strategy("single"), has_gpu=False)
+        refuse_adapter_start(config.model_copy(update={"beta": 0.0}))
+
+
+def test_a_resume_compares_the_content_of_the_initial_model(tmp_path: Path, elsewhere: None) -> None:
+    first, changed = (write_full(tmp_path / name) for name in ("first", "changed"))
+    (changed / "config.json").write_text((changed / "config.json").read_text() + " ")
+    versions = [recorded_versions(build({**GRPO, "model_name_or_path": str(path)})) for path in (first, changed)]
+    assert versions[0]["the initial model"] != versions[1]["the initial model"]
+    for changes in ({"method": "lora"}, {"beta": 0}):
+        assert "the initial model" not in recorded_versions(build({**GRPO, **changes}))
 
 
 def other_tokenizer(folder: Path, change: str) -> Path:
