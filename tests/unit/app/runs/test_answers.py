@@ -23,7 +23,7 @@ def recorded(step: int, rewards: list[float], prompts: list[int]) -> dict[str, A
         prompts, [[7] * (index + 1) for index in range(count)], [[-0.5] * (index + 1) for index in range(count)],
         [index % 2 == 0 for index in range(count)], rewards, {"exact_match": rewards},
         [[f"prompt {prompt}", f"answer {index}", f"expected {prompt}"] for index, prompt in enumerate(prompts)],
-        "digest",
+        "digest", 1.0,
     )  # fmt: skip
     return dict(json.loads(record.to_json(step=step)))
 
