@@ -86,7 +86,8 @@ def show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
     report(clean(f"{document['model']}, method={document['method']}, {document['parameters'] / 1e9:.2f}B parameters"))
     if document["teacher_parameters"]:
         size = f"{document['teacher_parameters'] / 1e9:.2f}B parameters"
-        report(clean(f"teacher: {document['teacher']}, {size}; its weights are among the weights"))
+        beside = f"teacher: {document['teacher']}" if document["teacher"] else "copy of the initial model"
+        report(clean(f"{beside}, {size}; its weights are among the weights"))
     report(f"{devices['count']} {devices_label} of {devices['memory_gib']:.1f} GiB{machines}, global batches of "
            f"{document['global_batch_size']} rows of {document['max_length']} tokens")  # fmt: skip
     report("")

@@ -17,7 +17,7 @@ from app.plan.hardware import GIB, Hardware
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml
-from trainers.config.teacher import teacher_config
+from trainers.config.teacher import frozen_config
 from trainers.embedded import BASE_DIR
 from trainers.run import host_memory
 from trainers.run.device_locks import holders
@@ -120,7 +120,8 @@ def free_memory(job: TrainJob) -> float:
 def _surely_fits(job: TrainJob) -> bool:
     """Whether even a generous upper bound fits easily; False when the model is not a local folder."""
     config, bound = job.config, _PROCESS_BYTES
-    models = [config, *([teacher_config(config)] if config.objective_spec.teacher else [])]
+    frozen = frozen_config(config)
+    models = [config, *([frozen] if frozen else [])]
     try:
         for model in models:
             folder = BASE_DIR if model.model_name_or_path == EMBEDDED else Path(model.model_name_or_path)

@@ -32,3 +32,10 @@ def initial_config(config: TrainConfig) -> TrainConfig:
 def copies_initial(config: TrainConfig) -> bool:
     """Whether a copy of the initial model is loaded; adapters are switched off in place of that."""
     return config.penalizes_kl and config.method == "full"
+
+
+def frozen_config(config: TrainConfig) -> TrainConfig | None:
+    """The config of a run whose base model is the frozen one beside that of another run; None without one."""
+    if config.objective_spec.teacher and config.teacher is not None:
+        return teacher_config(config)
+    return initial_config(config) if copies_initial(config) else None

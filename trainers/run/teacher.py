@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from trainers.config.options import TrainConfig
-from trainers.config.teacher import copies_initial, initial_config, teacher_config
+from trainers.config.teacher import frozen_config
 from trainers.run.folder import cache_folder, read_json, write_json
 from trainers.run.manifest import sha256
 from trainers.run.weight_headers import base_folder, cached_folder
@@ -20,12 +20,10 @@ def teacher_version(config: TrainConfig) -> dict[str, str]:
 
     `{"the initial model": DIGEST}` if a copy of that is compared with, which a resumed run loads again.
     """
-    if config.objective_spec.teacher and config.teacher is not None:
-        name, frozen = "the teacher", teacher_config(config)
-    elif copies_initial(config):
-        name, frozen = "the initial model", initial_config(config)
-    else:
+    frozen = frozen_config(config)
+    if frozen is None:
         return {}
+    name = "the teacher" if config.objective_spec.teacher else "the initial model"
     folder = base_folder(frozen)
     local = folder if folder.is_dir() else cached_folder(frozen)
     return {} if local is None else {name: teacher_digest(local)}

@@ -27,7 +27,7 @@ from transformers import AttentionInterface
 from trainers.config.mistakes import ConfigError, Mistakes, errors_about
 from trainers.config.options import TrainConfig
 from trainers.config.presets import published_config
-from trainers.config.teacher import teacher_config
+from trainers.config.teacher import frozen_config, teacher_config
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 from trainers.model.attention import KERNELS
@@ -176,7 +176,7 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, t
         length: Tokens per row.
         teacher: Transformers config of the model that it learns from, if any.
     """
-    beside = None if teacher is None else _small_teacher(config, teacher)
+    beside = _small_teacher(config, teacher) if teacher is not None and config.objective_spec.teacher else None
     with FakeTensorMode():
         as_fakes(model)
         loss = LossModule(model, compute_dtype(config))
@@ -317,18 +317,18 @@ def speed(hidden: int, config: TrainConfig) -> float:
 
 
 def teacher_sizes(config: TrainConfig, teacher: Any) -> dict[str, float]:
-    """The sizes of a teacher, all of which is frozen and in the compute dtype.
+    """The sizes of a teacher, or of a copy of the initial model: all of it is frozen and in the compute dtype.
 
     Args:
-        config: The training config.
-        teacher: Transformers config of the teacher.
+        config: `frozen_config` of the training config.
+        teacher: Its transformers config.
 
     Returns:
         Numbers of `parameters`, of `layers`, and of parameters in matrix products (`matmul`); bytes `inside` the layers
         and `outside` them.
     """
-    model: Any = empty_model(teacher_config(config), teacher).requires_grad_(False)
-    sizes = weights(teacher_config(config), model)
+    model: Any = empty_model(config, teacher).requires_grad_(False)
+    sizes = weights(config, model)
     return {
         "parameters": sizes["parameters"], "layers": teacher.get_text_config().num_hidden_layers,
         "matmul": sum(used_matmul_parameters(model)),
@@ -386,7 +386,7 @@ def estimate_memory(
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": by_tp[1],
         "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
-        "teacher": None if teacher is None else teacher_sizes(config, teacher),
+        "teacher": None if teacher is None else teacher_sizes(frozen_config(config) or config, teacher),
         "cases": {name: case(config, model_config, name, by_tp, teacher) for name in cases},
     }  # fmt: skip
 
@@ -404,11 +404,12 @@ def read_config(config: TrainConfig) -> Any:
 
 
 def _read_teacher(config: TrainConfig) -> Any:
-    """The transformers config of the teacher; None without one."""
-    if not config.objective_spec.teacher:
+    """The transformers config of the frozen model beside the one that is trained; None without one."""
+    frozen = frozen_config(config)
+    if frozen is None:
         return None
-    with errors_about("model_name_or_path", "teacher"):
-        return read_config(teacher_config(config))
+    with errors_about("model_name_or_path", "teacher" if config.objective_spec.teacher else "model_name_or_path"):
+        return read_config(frozen)
 
 
 def main(argv: list[str]) -> int:

@@ -58,19 +58,27 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["devices"]["kind"] == "cpu"
 
 
-def test_the_teacher_is_counted_and_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("without", "more"),
+    [([], ["--objective", "distill", "--teacher", "embedded"]),
+     (["--objective", "grpo", "--max_completion_length", "64"], ["--beta", "0.04"])],
+)  # fmt: skip
+def test_a_frozen_model_is_counted(without: list[str], more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def planned(*more: str) -> Any:
         flags = ["plan", "tiny-full", "--num_processes", "2", "--strategies", "ddp,fsdp2", "--json", *more]
         assert run_verb(flags) == 0
         return json.loads(capsys.readouterr().out)
 
-    alone, taught = planned(), planned("--objective", "distill", "--teacher", "embedded")
+    alone, taught = planned(*without), planned(*without, *more)
     assert (alone["teacher_parameters"], taught["teacher_parameters"]) == (0, taught["parameters"])
     first, second = ({row["strategy"]: row["memory_gib"] for row in document["rows"]} for document in (alone, taught))
     size = 4 * taught["parameters"] / GIB
     assert second["ddp"]["weights"] - first["ddp"]["weights"] == pytest.approx(size)
     assert second["fsdp2"]["weights"] - first["fsdp2"]["weights"] == pytest.approx(size / 2)
     assert second["ddp"]["optimizer"] == first["ddp"]["optimizer"]
+
+
+def test_a_teacher_that_is_none_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run_verb(["plan", "tiny-full", "--objective", "distill", "--teacher", str(tmp_path), "--json"]) == 2
     assert f"teacher={tmp_path} holds neither a run nor a model" in capsys.readouterr().err
 

@@ -110,7 +110,7 @@ def test_a_teacher_needs_what_torch_allocates(loss_type: str, options: dict[str,
 def test_the_weights_of_a_teacher_are_those_that_are_loaded() -> None:
     for precision, size in (("no", 4), ("bf16", 2)):
         settings = config(objective="distill", teacher="embedded", mixed_precision=precision)
-        found = teacher_sizes(settings, load_model_config(teacher_config(settings)))
+        found = teacher_sizes(teacher_config(settings), load_model_config(teacher_config(settings)))
         model = build_model(teacher_config(settings))
         assert found["parameters"] == sum(weight.numel() for weight in model.parameters())
         assert found["inside"] + found["outside"] == found["parameters"] * size
