@@ -2,7 +2,8 @@
 
 Each run is `tunesmith train PRESET --seed N` on two processes, then `trainers.tools.score`. A preset that learns from
 pairs is trained a second time with chosen and rejected swapped, as a control. One that distils learns from a tiny-full
-of the same seed, and as a control from the base itself. Prints a table.
+of the same seed, and as a control from the base itself. One that samples is trained with a random reward too. Prints a
+table.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trainers.config.presets import find_preset
 
 ROOT = Path(__file__).resolve().parent.parent
 SWAPPED = ("--columns", "chosen=rejected,rejected=chosen")
+RANDOM = ("--reward_funcs", "benchmarks/random_reward.py:random_reward")
 
 
 def run(argv: list[str]) -> str:
@@ -91,6 +93,7 @@ def main() -> None:
                 trained = {preset: taught}
                 trained |= {f"{preset}, labels swapped": SWAPPED} if pairs else {}
                 trained |= {f"{preset}, the base as teacher": ("--teacher", EMBEDDED)} if distils else {}
+                trained |= {f"{preset}, a random reward": RANDOM} if spec.samples else {}
                 for number, (name, more) in enumerate(trained.items()):
                     output = Path(folder) / f"{preset}-{seed}-{number}"
                     print(line(name, seed, measure(preset, seed, output, more, flags)), flush=True)
