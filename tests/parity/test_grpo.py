@@ -31,7 +31,7 @@ from trainers.data.batches import TrainPlan
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import load_strategy
 
-GROUP, MOST_TOKENS, EPSILON, BETA, LORA_RATE = 4, 40, 0.05, 0.3, 4e-4
+GROUP, MOST_TOKENS, EPSILON, BETA, LORA_RATE = 4, 40, 0.05, 0.05, 4e-4
 KINDS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 REWARD = '''
 from difflib import SequenceMatcher
@@ -303,7 +303,7 @@ def trl_curve(folder: Path, kind: str, **changes: Any) -> plain.Curve:
         report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False, dataloader_pin_memory=False,
         epsilon=EPSILON, max_completion_length=MOST_TOKENS, loss_type="grpo" if kind == "gspo" else kind,
         importance_sampling_level="sequence" if kind == "gspo" else "token", disable_dropout=True,
-        temperature=settings.temperature, beta=settings.beta or 0.0,
+        temperature=settings.temperature, beta=settings.beta or 0.0, use_bias_correction_kl=False,
     )  # fmt: skip
     trainer = Recorded(
         AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32), lambda **more: [0.0], arguments,
