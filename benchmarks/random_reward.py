@@ -7,5 +7,5 @@ from collections.abc import Sequence
 
 
 def random_reward(completions: Sequence[str]) -> list[float]:
-    """A number from 0 to 1 for each answer, whatever it is."""
-    return [random.random() for _ in completions]
+    """A number from 0 to 1 for each answer, the same whenever it is given."""
+    return [random.Random(text).random() for text in completions]

@@ -53,6 +53,9 @@ def answers_view(run: RunFolder, step: Any = None, prompt: Any = 0, since: Any =
         return {"same": True}
     if version is None:
         raise ConfigError.about("step", number, "has no answers in this run", f"the newest {len(steps)} steps are kept")
+    if version[2] > MOST_BYTES:
+        problem = f"has {version[2]:,} bytes of answers, and a page reads {MOST_BYTES:,}"
+        raise ConfigError.about("step", number, problem, f"open {path}")
     groups, functions = _groups(path, version)
     index = min(index, len(groups) - 1)
     counts = {"prompts": len(groups), "prompt": index, "functions": functions}
@@ -75,10 +78,8 @@ def _steps(folder: Path) -> list[int]:
 @functools.lru_cache(maxsize=8)
 def _groups(path: Path, version: Stamp) -> tuple[list[View], list[str]]:
     """The answers by prompt, and the names of the rewards if there are several."""
-    content, size = read_span(path, 0, MOST_BYTES)
+    content, _ = read_span(path, 0, MOST_BYTES)
     try:
-        if size > MOST_BYTES:
-            raise ValueError(f"it has {size:,} bytes, and {MOST_BYTES:,} are read")
         values = json.loads(content)
         functions = [str(name)[:200] for name in values["by_function"]]
         by_prompt: dict[int, list[int]] = {}
@@ -98,18 +99,25 @@ def _group(values: View, members: list[int]) -> View:
     ranked = sorted(members, key=lambda index: -rewards[index])
     prompt, _, *expected = values["texts"][members[0]]
     return {
-        "text": str(prompt)[:MOST_TEXT],
-        "expected": str(expected[0])[:MOST_TEXT] if expected else "",
+        "text": _cut(str(prompt), keep_end=True),
+        "expected": _cut(str(expected[0])) if expected else "",
         "answers": len(members),
         "mean": sum(rewards.values()) / len(members),
         "equal": len(set(rewards.values())) == 1,
         "listed": [
-            {"text": str(values["texts"][index][1])[:MOST_TEXT], "reward": rewards[index],
+            {"text": _cut(str(values["texts"][index][1])), "reward": rewards[index],
              "rewards": [_number(each[index]) for each in values["by_function"].values()],
              "tokens": len(values["answers"][index]), "ended": bool(values["ended"][index])}
             for index in ranked[:MOST_ANSWERS]
         ],
     }  # fmt: skip
+
+
+def _cut(text: str, keep_end: bool = False) -> str:
+    """A text of about `MOST_TEXT` characters, marked where it was cut; the end of a prompt says what is asked."""
+    if len(text) <= MOST_TEXT:
+        return text
+    return f"[…] {text[-MOST_TEXT:]}" if keep_end else f"{text[:MOST_TEXT]} […]"
 
 
 def _number(value: Any) -> float:

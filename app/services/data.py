@@ -176,7 +176,8 @@ def data_config(
     errors, requested = Mistakes(), dict[str, Any](texts)
     if roots is not None:  # before the folder or file is read
         errors += path_mistakes(
-            {name: texts.get(name) for name in ("from_run", "teacher", "objective", "reward_funcs")}, roots
+            {name: texts.get(name) for name in ("from_run", "teacher", "objective", "reward_funcs", "reward_schema")},
+            roots,
         )
         errors.refuse()
     with errors:

@@ -9,15 +9,14 @@ import ast
 import hashlib
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.objective_file import read_file, split_objective
-from trainers.config.strict_json import unique_keys
+from trainers.config.strict_json import DuplicateKey, no_constant, unique_keys
 
-_PACKAGES = {"math_verify": "math-verify", "json_schema": "jsonschema"}
+_PACKAGES = {"math_verify": "math-verify", "json_schema": "jsonschema>=4.23"}
 """The package that a reward needs."""
 
 
@@ -31,7 +30,7 @@ def reward_mistakes(names: list[str], schema: str | None) -> list[Mistake]:
     mistakes = []
     for name in names:
         package = _PACKAGES.get(name)
-        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+        if package and importlib.util.find_spec(name if name == "math_verify" else "referencing") is None:
             remedy = f"pip install {package}"
             mistakes.append(Mistake("reward_funcs", name, f"needs the package {package}", remedy))
         elif name == "json_schema":
@@ -54,45 +53,63 @@ def schema_version(schema: str) -> dict[str, str]:
     return {f"the reward_schema {Path(schema).name}": digest}
 
 
-def _schema_mistakes(schema: str | None) -> list[Mistake]:
-    """Why no answer can be compared with a JSON Schema."""
-    if schema is None:
+def _schema_mistakes(path: str | None) -> list[Mistake]:
+    """Why no answer can be compared with a JSON Schema; pages show it, so it quotes no more than a reference."""
+    if path is None:
         return [Mistake("reward_schema", None, "is not set, and the reward json_schema needs it", "name its file")]
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
-    from referencing import Registry
-    from referencing.exceptions import Unresolvable
-    from referencing.jsonschema import DRAFT202012
 
+    correct = "correct the file"
     try:
-        values = json.loads(read_file("reward_schema", schema), object_pairs_hook=unique_keys)
-        validator_for(values, default=Draft202012Validator).check_schema(values)
+        schema = json.loads(read_file("reward_schema", path), object_pairs_hook=unique_keys, parse_constant=no_constant)
+        if not isinstance(schema, dict) or not isinstance(schema.get("$schema", ""), str):
+            return [Mistake("reward_schema", path, "is no object of JSON that describes an answer", correct)]
+        validator_for(schema, default=Draft202012Validator).check_schema(schema)
+        return _reference_mistakes(path, schema)
     except ConfigError as error:
         return error.mistakes
-    except (ValueError, RecursionError) as error:
-        return [Mistake("reward_schema", schema, f"is no JSON: {error}", "correct the file")]
+    except DuplicateKey:
+        return [Mistake("reward_schema", path, "has a key twice in one object", correct)]
     except SchemaError as error:
-        return [Mistake("reward_schema", schema, f"is no JSON Schema: {error.json_path}: {error.message}"[:300],
-                        "correct the file")]  # fmt: skip
-    if not isinstance(values, dict):
-        return [Mistake("reward_schema", schema, f"is {json.dumps(values)[:40]}, which fits all answers or none",
-                        "describe what an answer holds")]  # fmt: skip
-    for target in _references(values):
-        try:
-            Registry().resolver_with_root(DRAFT202012.create_resource(values)).lookup(target)
-        except Unresolvable:
-            return [Mistake("reward_schema", schema, f"refers to {target[:80]!r}, which it does not hold, and nothing "
-                            "is fetched", "copy it into $defs, and refer to #/$defs/NAME")]  # fmt: skip
+        problem = f"is no JSON Schema: what stands at {error.json_path} does not fit {error.validator}"
+        return [Mistake("reward_schema", path, problem[:300], correct)]
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        why = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        return [Mistake("reward_schema", path, f"is no JSON Schema: {why}", correct)]
+
+
+def _reference_mistakes(path: str, schema: dict[str, Any]) -> list[Mistake]:
+    """A mistake if a schema refers to what it does not hold, or to itself without end."""
+    from jsonschema.validators import Draft202012Validator, validator_for
+    from jsonschema_specifications import REGISTRY
+    from referencing import Resource
+    from referencing.jsonschema import DRAFT202012
+
+    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
+    if (target := _dangling(resource, REGISTRY.resolver_with_root(resource))) is not None:
+        problem = f"refers to {target[:80]!r}, which it does not hold, and nothing is fetched"
+        return [Mistake("reward_schema", path, problem, "copy it into $defs, and refer to #/$defs/NAME")]
+    try:
+        validator_for(schema, default=Draft202012Validator)(schema, registry=REGISTRY).is_valid(None)
+    except RecursionError:
+        return [Mistake("reward_schema", path, "refers to itself without end", "correct the file")]
     return []
 
 
-def _references(schema: Any) -> Iterator[str]:
-    """The targets of all references in a schema."""
-    for name, value in schema.items() if isinstance(schema, dict) else enumerate(schema):
-        if name in ("$ref", "$dynamicRef") and isinstance(value, str):
-            yield value
-        elif isinstance(value, dict | list):
-            yield from _references(value)
+def _dangling(resource: Any, resolver: Any) -> str | None:
+    """The first reference of a schema that leads nowhere; None without."""
+    from referencing.exceptions import Unresolvable
+
+    for name in ("$ref", "$dynamicRef"):
+        target = resource.contents.get(name) if isinstance(resource.contents, dict) else None
+        try:
+            if isinstance(target, str):
+                resolver.lookup(target)
+        except Unresolvable:
+            return target
+    inside = (_dangling(part, resolver.in_subresource(part)) for part in resource.subresources())
+    return next((target for target in inside if target is not None), None)
 
 
 def _problem(name: str) -> list[Mistake]:

@@ -24,4 +24,9 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return members
 
 
+def no_constant(name: str) -> None:
+    """A `parse_constant` that raises ValueError: `NaN` and `Infinity` are no JSON."""
+    raise ValueError(f"{name} is no JSON")
+
+
 STRICT = json.JSONDecoder(object_pairs_hook=unique_keys)

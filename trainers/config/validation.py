@@ -154,6 +154,8 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
         (config.penalizes_kl and config.loss_type == "rloo",
          "beta", config.beta, "with loss_type=rloo, where the divergence would be a part of the rewards",
          "leave it out, or use another loss_type"),
+        (config.penalizes_kl and config.method == "full" and config.mixed_precision == "fp8",
+         "beta", config.beta, "with mixed_precision=fp8: the copy of the initial model is not rounded so", "use bf16"),
         (config.penalizes_kl and config.random_init,
          "beta", config.beta, "with random_init=true: random weights are nothing to stay near to", "leave it out"),
         (spec.labelled and config.desirable_weight == config.undesirable_weight == 0,

@@ -182,8 +182,10 @@ class RecordedStep:
             ValueError: if it is none.
         """
         values = json.loads(text)
-        if not isinstance(values, dict) or not cls.__dataclass_fields__.keys() <= values.keys():
+        if not isinstance(values, dict):
             raise ValueError("it holds no sampled answers")
+        if missing := cls.__dataclass_fields__.keys() - values.keys():
+            raise ValueError(f"it holds no sampled answers, or those of another version: {min(missing)} is missing")
         step = cls(**{name: values[name] for name in cls.__dataclass_fields__})
         counts = {len(part) for part in (step.prompts, step.answers, step.log_probs, step.ended, step.rewards)}
         if len(counts) != 1 or any(len(a) != len(b) for a, b in zip(step.answers, step.log_probs, strict=True)):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainers.config.strict_json import unique_keys
+from trainers.config.strict_json import no_constant, unique_keys
 
 Reward = Callable[..., Sequence[float]]
 """Called with the lists `prompts`, `completions` and `answer` by name, as far as it has such parameters."""
@@ -34,21 +34,17 @@ def json_schema(schema: Any) -> Reward:
         schema: the JSON Schema, by the package `jsonschema`. It may refer to its own parts; nothing is fetched.
     """
     from jsonschema.validators import Draft202012Validator, validator_for
-    from referencing import Registry
+    from jsonschema_specifications import REGISTRY
 
-    validator = validator_for(schema, default=Draft202012Validator)(schema, registry=Registry())
+    validator = validator_for(schema, default=Draft202012Validator)(schema, registry=REGISTRY)
 
     def fits(text: str) -> bool:
         try:
-            return bool(validator.is_valid(json.loads(text, object_pairs_hook=unique_keys, parse_constant=_refuse)))
-        except (ValueError, RecursionError):
+            return bool(validator.is_valid(json.loads(text, object_pairs_hook=unique_keys, parse_constant=no_constant)))
+        except (ValueError, TypeError, ArithmeticError, RecursionError):  # such as a number too large to divide
             return False
 
     return lambda completions: [float(fits(text)) for text in completions]
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
 
 
 FUNCTIONS: dict[str, Reward] = {"exact_match": exact_match, "math_verify": math_verify}

@@ -408,7 +408,9 @@ def _read_teacher(config: TrainConfig) -> Any:
     frozen = frozen_config(config)
     if frozen is None:
         return None
-    with errors_about("model_name_or_path", "teacher" if config.objective_spec.teacher else "model_name_or_path"):
+    if not config.objective_spec.teacher:
+        return read_config(frozen)
+    with errors_about("model_name_or_path", "teacher"):
         return read_config(frozen)
 
 

@@ -436,8 +436,8 @@ class _Form:
                 return self._fill_resume(form, read_draft(draft, form.texts))
             if choices := saved or choices_of(query, self.context.runs_dir):
                 updates = self._fill(choices, devices=bool(saved or query.get("clone")))
-                if query.get("from_run"):
-                    new_run[1] = gr.update(value=start_banner(query["from_run"]), visible=True)
+                if query.get("from_run") and (start := choices.values.get("from_run")):
+                    new_run[1] = gr.update(value=start_banner(start), visible=True)
                 return [*self._with_gpus(updates, choices.preset or ""), *new_run]
         except ConfigError as error:  # show the form anyway, as if there were no query
             new_run[1] = gr.update(value=alert_list(error.lines), visible=True)

@@ -130,7 +130,7 @@ def resume_banner(form: ResumeForm) -> Html:
 
 def start_banner(run_id: str) -> Html:
     """Says which run's result the form starts from."""
-    parts = ["Starts from the result of ", link("run", run_id, run=run_id), ", in place of the base model below. "
+    parts = ["Starts from the result of ", run_link(run_id), ", in place of the base model below. "
              "Choose what to train for next, and the data for it."]  # fmt: skip
     return element("p", join(parts), class_="ts-alert ts-alert-info", role="status")
 

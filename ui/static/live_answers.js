@@ -12,16 +12,17 @@ Live.answers = (element, server) => {
   const table = make("div", { class: "ts-table", tabindex: 0, role: "region", "aria-label": "Sampled answers" });
   root.append(make("div", { class: "ts-tools" }, earlier, later, previous, next), status, prompt, expected, table);
   root.hidden = heading.hidden = true;
-  let step = null, number = 0, token = null, answer = null;
+  let step = null, number = 0, token = null, answer = null, chosen = false;
 
   // The newest step stays in sight while the run goes on, until another one, or another prompt, is chosen.
   function choose(bySteps, byPrompts) {
     if (!answer || document.activeElement?.getAttribute("aria-disabled") === "true") return;
-    const { steps } = answer, at = Math.max(0, steps.indexOf(answer.step));
-    const chosen = Math.min(steps.length - 1, Math.max(0, at + bySteps));
-    step = bySteps > 0 && chosen === steps.length - 1 ? null : steps[chosen];
-    number = Math.min(answer.prompts - 1, Math.max(0, answer.prompt + byPrompts));
-    token = null;
+    const { steps } = answer, last = steps.length - 1;
+    const at = chosen && step == null ? last : Math.max(0, steps.indexOf(step ?? answer.step));
+    const moved = Math.min(last, Math.max(0, at + bySteps));
+    step = bySteps > 0 && moved === last ? null : steps[moved];
+    number = Math.min(answer.prompts - 1, Math.max(0, number + byPrompts));
+    [token, chosen] = [null, true];
     refresh();
   }
 
@@ -53,15 +54,19 @@ Live.answers = (element, server) => {
   let visible = false;
   const refresh = poll(root, async () => {
     if (!visible) return;
-    const fresh = await server.answers({ run: id, step, prompt: number, since: token });
+    let fresh;
+    do {  // again, if another one was chosen meanwhile
+      chosen = false;
+      fresh = await server.answers({ run: id, step, prompt: number, since: token });
+    } while (chosen);
     if (fresh.same) return;
+    root.hidden = heading.hidden = !fresh.error && fresh.step == null;
     if (fresh.error) {
       status.textContent = fresh.error;
       step = token = null;
       return;
     }
-    [token, answer] = [fresh.token, fresh];
-    root.hidden = heading.hidden = fresh.step == null;
+    [token, answer, number] = [fresh.token, fresh, fresh.prompt ?? 0];
     if (!root.hidden) draw();
   }, 4);
   new IntersectionObserver((entries) => {

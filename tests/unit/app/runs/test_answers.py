@@ -77,12 +77,15 @@ def test_several_rewards_are_told_apart(run: RunFolder) -> None:
 
 def test_a_view_stays_small(run: RunFolder) -> None:
     record = recorded(1, [0.0] * 500, [4] * 500)
-    write(run, 1, {**record, "texts": [["p" * 10**4, "a" * 10**4]] * 500})
+    write(run, 1, {**record, "texts": [["p" * 10**4 + "?", "a" * 10**4]] * 500})
     view = answers_view(run)
     assert (view["answers"], len(view["listed"]), view["expected"]) == (500, MOST_ANSWERS, "")
     assert len(json.dumps(view)) < (MOST_ANSWERS + 2) * (MOST_TEXT + 200)
+    assert view["text"].startswith("[…] p")
+    assert view["text"].endswith("p?")
+    assert view["listed"][0]["text"].endswith("a […]")
     os.truncate(write(run, 2, ""), MOST_BYTES + 1)
-    with pytest.raises(ConfigError, match="67,108,865 bytes, and 67,108,864 are read"):
+    with pytest.raises(ConfigError, match="has 67,108,865 bytes of answers, and a page reads 67,108,864"):
         answers_view(run)
 
 
