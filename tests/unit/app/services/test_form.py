@@ -19,13 +19,13 @@ from safetensors.numpy import save_file
 import app.hardware
 from app.hardware import Devices, Gpu
 from app.launch.foreground import write_folder
+from app.services.address import choices_of
 from app.services.choices import GpuChoice, gpu_choices, strategy_choices
 from app.services.data import data_config
 from app.services.fields import COMMON, as_texts
 from app.services.form import (
     Preview,
     by_field,
-    clone,
     from_run,
     load_yaml,
     preview,
@@ -482,11 +482,31 @@ def test_a_run_can_be_made_again(strategy: str, count: int, tmp_path: Path) -> N
     assert shown.job
     write_folder(shown.job)
     shown.job.run.write_state(state="stopped")
-    chosen = clone(shown.job.run.id, tmp_path / "runs")
+    chosen = choices_of({"clone": shown.job.run.id}, tmp_path / "runs")
+    assert chosen
     assert (chosen.preset, chosen.strategy, chosen.num_processes, chosen.gpus) == ("tiny-lora", strategy, count, ())
     assert chosen.values == {"learning_rate": "0.0007", "global_batch_size": "48"}
-    with pytest.raises(ConfigError, match="not a run id"):
-        clone(str(shown.job.run.path), tmp_path / "runs")
+    for name in ("clone", "from_run"):
+        with pytest.raises(ConfigError, match="not a run id"):
+            choices_of({name: str(shown.job.run.path)}, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_run_can_be_trained_further(method: str, tmp_path: Path) -> None:
+    """With its preset and method, and nothing else of it: not its rate, and no file that may be gone."""
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    values = {"learning_rate": "0.0007", "method": method, "objective": "grpo", "reward_funcs": "json_schema",
+              "reward_schema": str(tmp_path / "schema.json"), "max_completion_length": "64",
+              "runs_dir": str(tmp_path / "runs")}  # fmt: skip
+    shown = preview(values, "tiny-lora", "single", num_processes=1)
+    assert shown.job, shown.errors
+    write_folder(shown.job)
+    shown.job.run.write_state(state="done")
+    (tmp_path / "schema.json").unlink()
+    chosen = choices_of({"from_run": shown.job.run.id}, tmp_path / "runs")
+    assert chosen
+    assert chosen.values == {"from_run": shown.job.run.id, "method": method}
+    assert choices_of({}, tmp_path / "runs") is None
 
 
 def test_a_strategy_of_ones_own_is_cloned_from_the_run(tmp_path: Path) -> None:
