@@ -28,7 +28,6 @@ if __name__ == "__main__":
 
     leave_out_working_folder()
 
-from trainers.monitor.reporter import Reporter
 from trainers.monitor.startup_timer import StartupTimer
 
 CLOCK = StartupTimer()  # before the other imports, which take most of the startup time
@@ -243,6 +242,7 @@ def train(
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
         from trainers.monitor.profiler import StepProfiler
+        from trainers.monitor.reporter import Reporter
         from trainers.monitor.self_check import compare, refuse_differences, table
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
