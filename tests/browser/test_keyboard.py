@@ -41,9 +41,10 @@ _FOCUSED = """() => {
   return [each.dataset.stop === undefined ? text : +each.dataset.stop, faults];
 }"""
 
-# Whether there are as many controls as in the last five looks.
+# Whether as many controls can be used as in the last five looks.
 _RESTS = """() => {
-  const count = document.querySelectorAll("input, textarea, select, button").length;
+  const isUsable = (each) => !each.matches(":disabled") && each.checkVisibility({ visibilityProperty: true });
+  const count = [...document.querySelectorAll("input, textarea, select, button")].filter(isUsable).length;
   window.unchanged = count === window.controls ? window.unchanged + 1 : 0;
   window.controls = count;
   return window.unchanged >= 5;
@@ -78,7 +79,7 @@ def opened(new_page: Tabs, path: str, size: str = "wide") -> Page:
         expect(page.locator("#strategy-cards .ts-bar:not(.ts-bar-waiting)").first).to_be_attached()
         while (fold := page.locator(".label-wrap:not(.open):visible")).count():  # all options
             fold.first.click()
-        page.wait_for_function(_RESTS, polling=100)  # what was opened is drawn bit by bit
+    page.wait_for_function(_RESTS, polling=100)  # a page is drawn, and what was opened, bit by bit
     if path in ("/", "/data"):
         page.wait_for_load_state("networkidle")
     return page
