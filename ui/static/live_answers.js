@@ -37,7 +37,7 @@ Live.answers = (element, server) => {
     allow(next, answer.prompt < answer.prompts - 1);
     const same = answer.equal && answer.answers > 1 ? " All got the same, so this prompt teaches nothing at this step." : "";
     const best = answer.answers > listed.length ? ` The best ${listed.length} of ${answer.answers} are listed.` : "";
-    status.textContent = `Step ${numberText(answer.step)}, prompt ${answer.prompt + 1} of ${answer.prompts}: mean reward ${numberText(answer.mean)}.${same}${best}`;
+    status.textContent = `Step ${answer.step}, prompt ${answer.prompt + 1} of ${answer.prompts}: mean reward ${numberText(answer.mean)}.${same}${best}`;
     prompt.textContent = answer.text.trim();
     expected.hidden = !answer.expected;
     expected.replaceChildren("Answer in the data: ", make("span", { class: "ts-answer" }, answer.expected.trim()));

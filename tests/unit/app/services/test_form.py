@@ -498,14 +498,14 @@ def test_a_run_can_be_trained_further(method: str, tmp_path: Path) -> None:
     values = {"learning_rate": "0.0007", "method": method, "objective": "grpo", "reward_funcs": "json_schema",
               "reward_schema": str(tmp_path / "schema.json"), "max_completion_length": "64",
               "runs_dir": str(tmp_path / "runs")}  # fmt: skip
-    shown = preview(values, "tiny-lora", "single", num_processes=1)
-    assert shown.job, shown.errors
-    write_folder(shown.job)
-    shown.job.run.write_state(state="done")
+    job = preview(values, "tiny-lora", "single", num_processes=1).job
+    assert job
+    write_folder(job)
+    job.run.write_state(state="done")
     (tmp_path / "schema.json").unlink()
-    chosen = choices_of({"from_run": shown.job.run.id}, tmp_path / "runs")
-    assert chosen
-    assert chosen.values == {"from_run": shown.job.run.id, "method": method}
+    choices = choices_of({"from_run": job.run.id}, tmp_path / "runs")
+    assert choices
+    assert choices.values == {"from_run": job.run.id, "method": method}
     assert choices_of({}, tmp_path / "runs") is None
 
 
