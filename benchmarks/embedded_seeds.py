@@ -1,9 +1,9 @@
 """What the embedded presets learn, on the held-out test split, over seeds: `python -m benchmarks.embedded_seeds`.
 
-Each run is `tunesmith train PRESET --seed N` on two processes, then `trainers.tools.score`. A preset that learns from
-pairs is trained a second time with chosen and rejected swapped, as a control. One that distils learns from a tiny-full
-of the same seed, and as a control from the base itself. One that samples is trained with a random reward too. Prints a
-table.
+Each run is `tunesmith train PRESET --seed N` on two processes, then `trainers.tools.score`. A preset that builds on
+another run has one of the same seed, in a row of its own. As a control, a preset that learns from pairs is trained a
+second time with chosen and rejected swapped, one that distils with the base as its teacher, and one that samples with a
+random reward. Prints a table.
 """
 
 from __future__ import annotations
@@ -56,14 +56,6 @@ def measure(preset: str, seed: int, folder: Path, more: tuple[str, ...], flags: 
     return score(document["export_dir"], flags) | {"seconds": max(row.get("elapsed_s", 0) for row in rows)}
 
 
-def teacher(seed: int, folder: Path) -> str:
-    """The folder of a model that was fine-tuned with a seed."""
-    output = folder / f"teacher-{seed}"
-    if not output.exists():
-        run(["app.cli", "train", "tiny-full", "--seed", str(seed), "--output_dir", str(output), "--json", "--quiet"])
-    return str(output / "model")
-
-
 def line(name: str, seed: object, row: dict[str, Any]) -> str:
     """A row of the table."""
     accuracy = row.get("preference_accuracy", row.get("reward_accuracy"))
@@ -86,14 +78,19 @@ def main() -> None:
         for preset in arguments.presets:
             distils = find_preset(preset).options.get("objective") == "distill"
             spec = Request(preset, options={"teacher": EMBEDDED} if distils else {}).resolve().objective_spec
-            pairs = PREFERENCE in spec.formats
+            pairs, first = PREFERENCE in spec.formats, find_preset(preset).first
             flags = ["--reward"] if spec.scalar_head else ["--preferences"] if pairs else []
             for seed in arguments.seeds:
-                taught = ("--teacher", teacher(seed, Path(folder))) if distils else ()
-                trained = {preset: taught}
+                built_on: tuple[str, ...] = ()
+                if first is not None:
+                    output = Path(folder) / f"{preset}-{seed}-first"
+                    more = tuple(text for name, value in first.options.items() for text in (f"--{name}", str(value)))
+                    print(line(" ".join((first.method, *more)), seed, measure(first.method, seed, output, more, flags)))
+                    built_on = (f"--{first.used_as}", str(output / "model"))
+                trained = {preset: built_on}
                 trained |= {f"{preset}, labels swapped": SWAPPED} if pairs else {}
                 trained |= {f"{preset}, the base as teacher": ("--teacher", EMBEDDED)} if distils else {}
-                trained |= {f"{preset}, a random reward": RANDOM} if spec.samples else {}
+                trained |= {f"{preset}, a random reward": (*built_on, *RANDOM)} if spec.samples else {}
                 for number, (name, more) in enumerate(trained.items()):
                     output = Path(folder) / f"{preset}-{seed}-{number}"
                     print(line(name, seed, measure(preset, seed, output, more, flags)), flush=True)

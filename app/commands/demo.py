@@ -22,14 +22,12 @@ from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import strategy_names
 
 MODEL = "tiny"
-TEACHER = f"{MODEL}-full"
-"""The preset that trains the teacher of a distillation."""
 
 
 def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir: Path, as_json: bool) -> int:
     """Trains the embedded model, scores it before and after, and reports the scores.
 
-    A preset that learns from a teacher comes after a run that trains one.
+    A preset that builds on another run (`FirstStage`) comes after that.
 
     Args:
         preset: a preset of the embedded model.
@@ -49,12 +47,14 @@ def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir:
         raise ConfigError.about("preset", repr(preset), "is not one of the demo's", f"use {', '.join(presets)}")
     devices = {"gpus": gpus, "num_processes": num_processes}
     values = {name: value for name, value in devices.items() if value is not None}
-    options, stages = {"runs_dir": str(runs_dir)}, [preset]
-    if find_preset(preset).options.get("objective") == "distill":
-        say(f"the teacher first, as {TEACHER}; {preset} learns from it then")
-        stages.insert(0, TEACHER)
-    for stage in stages:
-        job = train_job(Args([stage], values, request=Request(options=options)))
+    first, built_on = find_preset(preset).first, dict[str, Any]()
+    stages = [(preset, built_on)]
+    if first is not None:
+        say(f"{first.method} first, on which {preset} builds ({first.used_as})")
+        stages.insert(0, (first.method, first.options))
+    for stage, options in stages:
+        request = Request(options={"runs_dir": str(runs_dir), **options})
+        job = train_job(Args([stage], values, request=request))
         confirm_memory(job, False, as_json)
         state = train(job, quiet=False)
         if state["state"] != "done":
@@ -62,7 +62,8 @@ def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir:
             if as_json:
                 report_json(_document(job, {}, {}) | {"state": state["state"], "cause": state.get("cause")})
             return EXIT_CODES[state["state"]]
-        options = {**options, "teacher": str(job.run.model)}
+        if first is not None:
+            built_on[first.used_as] = str(job.run.model)
     say("scoring the model before and after training, on unseen examples")
     before, after = score(job)
     if as_json:
@@ -80,12 +81,13 @@ def _metric(config: TrainConfig) -> str:
 
 
 def score(job: TrainJob) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Scores the base model and the run's model on the test split.
+    """Scores the model that the run started from and the one that it trained, on the test split.
 
     Raises:
         RuntimeError: when the scoring program fails.
     """
-    models = ["--model", str(BASE_DIR), "--model", str(job.run.model)]
+    base = BASE_DIR if job.config.from_run is None else job.config.from_run
+    models = ["--model", str(base), "--model", str(job.run.model)]
     preferences = {"preference_accuracy": ["--preferences"], "reward_accuracy": ["--reward"]}
     argv = module_argv(
         "trainers.tools.score",
@@ -138,8 +140,9 @@ def _show(job: TrainJob, before: dict[str, Any], after: dict[str, Any]) -> None:
 def _next_commands(job: TrainJob) -> list[str]:
     """Three commands that work on this machine: train on own data, use another strategy, list the runs."""
     preset, processes = job.config.preset, job.devices.num_processes
-    if job.config.teacher is not None:
-        preset = f"{preset} --teacher {shlex.quote(job.config.teacher)}"
+    for option in ("from_run", "teacher"):
+        if (source := getattr(job.config, option)) is not None:
+            preset = f"{preset} --{option} {shlex.quote(source)}"
     others = [name for name in strategy_names() if name != job.strategy.name]
     preferred = "single" if processes > 1 else "ddp"
     other = preferred if preferred in others and (processes > 1 or not job.devices.gpu_ids) else None

@@ -81,7 +81,8 @@ class Request:
         if name := self.preset or chosen.get("preset"):
             preset = find_preset(str(name), chosen.get("method"))
             base, left_out = without_preset_data(preset.options, chosen, preset.name)
-            self.notes = [*_other_preset(str(name), preset, chosen), *left_out, *_rate_of_another(preset, chosen)]
+            self.notes = [*_other_preset(str(name), preset, chosen), *left_out, *_rate_of_another(preset, chosen),
+                          *_without_first_stage(preset, chosen)]  # fmt: skip
             values = {**base, **chosen, "preset": preset.name}
         return build({**values, **start(values, chosen)} if start else values)
 
@@ -103,6 +104,17 @@ def _rate_of_another(preset: Preset, chosen: Mapping[str, Any]) -> list[str]:
     return [
         f"learning_rate={rate:g} is that of preset {preset.name}, for SFT; {objective.label} usually takes a tenth of "
         "it or less (--learning_rate)"
+    ]
+
+
+def _without_first_stage(preset: Preset, chosen: Mapping[str, Any]) -> list[str]:
+    """Returns a line if a preset is meant to go on from another run, and starts from its base."""
+    first = preset.first
+    if first is None or first.used_as != "from_run" or {"from_run", "model_name_or_path", "objective"} & chosen.keys():
+        return []
+    return [
+        f"preset {preset.name} is meant to start from a run of `{preset.first_command}`, which --from_run names: from "
+        f"the base it may learn little (`tunesmith demo {preset.name}` trains both)"
     ]
 
 

@@ -161,6 +161,27 @@ def test_a_preset_without_its_teacher_says_how_to_get_one() -> None:
         Request(preset="tiny-distill").resolve()
 
 
+def test_a_preset_that_goes_on_from_a_run_says_so_if_it_starts_from_its_base() -> None:
+    def notes(**options: str) -> str:
+        request = Request(preset="tiny-grpo", options=options)
+        request.resolve()
+        return "\n".join(request.notes)
+
+    assert "a run of `tunesmith train tiny-full --max_steps 30`, which --from_run names" in notes()
+    for other in ({"from_run": "runs/first"}, {"model_name_or_path": "org/model"}, {"objective": "sft"}):
+        assert "--from_run" not in notes(**other)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_run_that_a_preset_builds_on_is_of_a_preset_and_trains_as_asked(name: str) -> None:
+    first = find_preset(name).first
+    assert (first is not None) == (name in ("tiny-distill", "tiny-grpo"))
+    if first is not None:
+        config = Request(preset=first.method, options=dict(first.options)).resolve()
+        assert config.preset == first.method
+        assert {option: getattr(config, option) for option in first.options} == first.options
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_its_line_says_estimated_or_what_was_measured(name: str) -> None:
     summary, method = find_preset(name).summary, model_presets(model_of(name)).methods[name.rpartition("-")[2]]

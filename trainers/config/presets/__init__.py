@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -38,6 +38,17 @@ class Placement(_Strict):
     """GiB of host memory that each process needs in addition; determined likewise."""
 
 
+class FirstStage(_Strict):
+    """A run that a preset's own run builds on."""
+
+    method: str
+    """The method of the same model that it is trained with."""
+    options: dict[str, Any] = {}
+    """Options that override those of that method."""
+    used_as: Literal["from_run", "teacher"]
+    """The option of the preset's run that names it."""
+
+
 class Method(_Strict):
     """A method in a model's preset file, or an objective with a method of its own."""
 
@@ -49,6 +60,8 @@ class Method(_Strict):
     """Placement by number of GPUs."""
     measured: str | None = None
     """The measurement, if there is one instead of an estimate."""
+    first: FirstStage | None = None
+    """The run that comes before, which only `tunesmith demo` starts by itself."""
 
 
 class PublishedModel(_Strict):
@@ -85,12 +98,21 @@ class Preset:
         summary: One line on what it trains and how much memory that needs.
         options: Options that differ from the defaults of `TrainConfig`.
         gpus: Strategies and memory by number of GPUs, in ascending order.
+        first: The run that comes before; its `method` is the name of a preset.
     """
 
     name: str
     summary: str
     options: dict[str, Any]
     gpus: dict[int, Placement]
+    first: FirstStage | None = None
+
+    @property
+    def first_command(self) -> str:
+        """The command that trains what this preset builds on."""
+        assert self.first is not None
+        more = "".join(f" --{name} {value}" for name, value in self.first.options.items())
+        return f"tunesmith train {self.first.method}{more}"
 
 
 def model_names() -> list[str]:
@@ -139,7 +161,8 @@ def find_preset(name: str, method: object = None) -> Preset:
     entry = presets.methods[chosen]
     options = {**presets.options, "method": chosen, **entry.options}
     gpus = dict(sorted(entry.gpus.items()))
-    return Preset(f"{model}-{chosen}", _summary(presets.title, chosen, entry), options, gpus)
+    first = entry.first and entry.first.model_copy(update={"method": f"{model}-{entry.first.method}"})
+    return Preset(f"{model}-{chosen}", _summary(presets.title, chosen, entry), options, gpus, first)
 
 
 def methods_line(model: str) -> str:

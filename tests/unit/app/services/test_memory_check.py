@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from app.services import memory_check
 from app.services.form import preview
 from app.services.memory_check import Verdict, known_verdict, memory_verdict
 from trainers.config.mistakes import ConfigError
+from trainers.embedded import BASE_DIR
 from trainers.run import host_memory
 from ui.pages.train_parts import panel
 
@@ -184,25 +186,42 @@ def test_the_demo_asks_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     assert "warning: needs 99 GiB" in capsys.readouterr().err
 
 
-def test_the_demo_of_a_distillation_trains_its_teacher_first(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("preset", "option", "steps"), [("tiny-distill", "teacher", None), ("tiny-grpo", "from_run", 30)]
+)
+def test_the_demo_first_trains_what_a_preset_builds_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    preset: str, option: str, steps: int | None,
+) -> None:  # fmt: skip
     from app.commands import demo
 
     started: list[TrainJob] = []
-    monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "done", "step": 1})
+
+    def export_the_base(job: TrainJob, quiet: bool) -> dict[str, Any]:
+        started.append(job)
+        shutil.copytree(BASE_DIR, job.run.model)
+        return {"state": "done", "step": 1}
+
+    monkeypatch.setattr(demo, "train", export_the_base)
     monkeypatch.setattr(demo, "speed", lambda run: (1.0, 1.0))
+    scored: list[list[str]] = []
     scores = {"eval_loss": 0.1, "exact_match": 0.9, "samples": []}
-    monkeypatch.setattr(demo, "score", lambda job: (scores, scores))
-    assert demo.run_demo("tiny-distill", None, "2", Path("runs"), False) == 0
-    teacher, student = started
-    assert (teacher.config.preset, student.config.preset) == ("tiny-full", "tiny-distill")
-    assert student.config.teacher == str(teacher.run.model)
-    assert f"tunesmith train tiny-distill --teacher {teacher.run.model}" in capsys.readouterr().out
+    monkeypatch.setattr(
+        demo, "run_program", lambda argv, *more, **named: scored.append(argv) or (0, json.dumps([scores, scores]), "")
+    )
+    assert demo.run_demo(preset, None, "2", tmp_path / "runs", False) == 0
+    first, second = started
+    assert (first.config.preset, second.config.preset) == ("tiny-full", preset)
+    assert first.config.max_steps == steps
+    assert getattr(second.config, option) == str(first.run.model)
+    before = str(first.run.model) if option == "from_run" else str(BASE_DIR)
+    models = [scored[0][at + 1] for at, text in enumerate(scored[0]) if text == "--model"]
+    assert models == [before, str(second.run.model)]
+    assert f"tunesmith train {preset} --{option} {first.run.model}" in capsys.readouterr().out
     started.clear()
     monkeypatch.setattr(demo, "train", lambda job, quiet: started.append(job) or {"state": "stopped", "step": 0})
-    assert demo.run_demo("tiny-distill", None, "2", Path("runs"), False) == 130
-    assert [job.config.preset for job in started] == ["tiny-full"], "nothing to learn from"
+    assert demo.run_demo(preset, None, "2", Path("runs"), False) == 130
+    assert [job.config.preset for job in started] == ["tiny-full"], "nothing to build on"
     started.clear()
     assert demo.run_demo("tiny-lora", None, "2", Path("runs"), False) == 130
     assert [job.config.preset for job in started] == ["tiny-lora"]
