@@ -1,25 +1,29 @@
 """The batch of a step whose answers are sampled: prompts -> answers -> rewards -> advantages -> packed rows.
 
-Answers are a pure function of (weights, data, seed, step), so there is nothing to save for a resume: each step samples
-its own. The run folder keeps the newest, on which another run can train, under any strategy, instead of sampling
-(`recorded_answers`).
+Answers are a pure function of (weights, data, seed, step), so with `steps_per_generation=1` there is nothing to save
+for a resume: each step samples its own. Otherwise the first of several steps samples for all of them, and checkpoints
+hold the answers of those that are to come. The run folder keeps the newest, on which another run can train, under any
+strategy, instead of sampling (`recorded_answers`).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import GenerationConfig
 
+from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.checkpoint.export import stop_tokens
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.cache import TokenSet
-from trainers.data.micro_batch import StepBatch
+from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.prepare import load_tokenizer
 from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, prompts_digest
 from trainers.data.tokenizer import tokenizer_folder
@@ -36,6 +40,8 @@ from trainers.strategy.mesh import Mesh
 
 _STABLE = 1e-4
 """Added to the standard deviation of a group's rewards, as in TRL."""
+_PENDING = "answers."
+"""With the number of a step: what checkpoints call its answers."""
 
 Beat = Callable[..., None]
 
@@ -69,12 +75,13 @@ class Sampler:
         mesh: this rank's position in the mesh.
         ranks: all ranks.
         run: the run folder, for the answers.
+        checkpoints: hold the answers of steps that are to come.
         base: the transformers model, for the tokens that end its answers.
     """
 
     def __init__(
         self, config: TrainConfig, plan: TrainPlan, evaluation: TokenSet | None, backend: Backend, mesh: Mesh,
-        ranks: Ranks, run: RunFolder, base: Any,
+        ranks: Ranks, run: RunFolder, checkpoints: Checkpoints, base: Any,
     ):  # fmt: skip
         self.config, self.plan, self.evaluation = config, plan, evaluation
         self.backend, self.mesh, self.ranks, self.folder = backend, mesh, ranks, run.rollouts
@@ -86,6 +93,25 @@ class Sampler:
         self.vocabulary = int(base.config.get_text_config().vocab_size)
         self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout, config.reward_schema)
         self.weights = np.array(config.reward_weights or [1.0] * len(config.reward_funcs))
+        self.checkpoints, self.pending = checkpoints, dict[int, RecordedStep]()
+
+    def restore(self, folder: Path) -> None:
+        """Takes up the answers that a checkpoint holds of steps after it. Collective.
+
+        Raises:
+            TrainingError: on every rank, if they cannot be read.
+        """
+        error = None
+        try:
+            for name, content in self.checkpoints.extra_tensors(folder).items():
+                if name.startswith(_PENDING):
+                    self.pending[int(name.removeprefix(_PENDING))] = RecordedStep.from_json(
+                        bytes(content.numpy()).decode()
+                    )
+                    self.checkpoints.extra[name] = content
+        except (ValueError, TypeError) as problem:
+            error = problem
+        self.ranks.agree(error, f"reading the sampled answers in {folder}")
 
     def step_batch(self, step: int, beat: Beat) -> StepBatch:
         """This rank's share of a step. Collective.
@@ -97,22 +123,18 @@ class Sampler:
         Raises:
             TrainingError: on every rank, if rewards fail or recorded answers are missing.
         """
-        config, began = self.config, time.perf_counter()
-        numbers = self.plan.rows.members_of(self.plan.rows_of(step)).repeat(config.num_generations)
-        prompts = [prompt_of(self.documents, int(number)) for number in numbers]
-        recorded = self._recorded(step, numbers, prompts)
-        sampled = began
-        if recorded is None:
-            randoms = uniforms(config.seed, step, np.arange(len(numbers)), config.max_completion_length)
-            answers = self._sample([prompt.tokens for prompt in prompts], randoms, beat)
-            sampled = time.perf_counter()
-            beat("rewards", allowed=2 * config.reward_timeout)
-            recorded = self._rewarded(numbers, prompts, answers)
+        config, times = self.config, {"sampling_s": 0.0, "rewards_s": 0.0}
+        if config.recorded_answers is not None:
+            recorded = self._recorded(step, Path(config.recorded_answers))
+        else:
+            if step not in self.pending:
+                times = self._generate(step, beat)
+            recorded = self.pending[step]
+            for over in [number for number in self.pending if number <= step]:  # some may have been skipped
+                del self.pending[over]
+                self.checkpoints.extra.pop(f"{_PENDING}{over}", None)
             self._record(step, recorded)
-        ended = time.perf_counter()
-        metrics = _summary(recorded, config.num_generations)
-        metrics |= {"sampling_s": sampled - began, "rewards_s": ended - sampled}
-        return self._batch(recorded, config.recorded_answers is None, metrics)
+        return self._batch(recorded, _summary(recorded, config.num_generations) | times)
 
     def evaluate(self, beat: Beat) -> dict[str, float]:
         """Mean reward of the most likely answers to the evaluation data; `eval_loss` is its negative. Collective."""
@@ -128,7 +150,62 @@ class Sampler:
         return {"eval_loss": -reward, "eval_reward": reward,
                 **{f"eval_{name}": summary[name] for name in ("answer_tokens", "truncated")}}  # fmt: skip
 
+    def _prompts(self, step: int) -> tuple[np.ndarray, list[Prompt]]:
+        """For each answer of a step: the number of the document that it answers, and its prompt."""
+        numbers = self.plan.rows.members_of(self.plan.rows_of(step)).repeat(self.config.num_generations)
+        return numbers, [prompt_of(self.documents, int(number)) for number in numbers]
+
     # -- answers -------------------------------------------------------------------------------------------------------
+
+    def _generate(self, first: int, beat: Beat) -> dict[str, float]:
+        """Samples and rewards the answers of the steps from `first` to the end of its generation. Collective.
+
+        Returns:
+            Seconds of each part.
+        """
+        config, began = self.config, time.perf_counter()
+        end = first - first % config.steps_per_generation + config.steps_per_generation
+        steps = range(first, min(end, self.plan.total_steps))
+        numbers, prompts = zip(*map(self._prompts, steps), strict=True)
+        randoms = [uniforms(config.seed, step, np.arange(len(of_step)), config.max_completion_length)
+                   for step, of_step in zip(steps, numbers, strict=True)]  # fmt: skip
+        every_prompt = [prompt.tokens for of_step in prompts for prompt in of_step]
+        answers = self._sample(every_prompt, np.concatenate(randoms), beat)
+        rewards_s, at = 0.0, 0
+        for step, of_step, asked in zip(steps, numbers, prompts, strict=True):
+            own = slice(at, at := at + len(of_step))
+            beat("rewards", allowed=2 * config.reward_timeout)
+            reward_began = time.perf_counter()
+            recorded = self._rewarded(
+                of_step, asked, Sampled(answers.tokens[own], answers.log_probs[own], answers.ended[own])
+            )
+            rewards_s += time.perf_counter() - reward_began
+            if config.steps_per_generation > 1:  # weights have changed when the later steps train
+                recorded = replace(recorded, old_log_probs=self._old_log_probs(recorded, beat))
+                content = bytearray(recorded.to_json().encode())
+                self.checkpoints.extra[f"{_PENDING}{step}"] = torch.frombuffer(content, dtype=torch.uint8)
+            self.pending[step] = recorded
+        return {"sampling_s": time.perf_counter() - began - rewards_s, "rewards_s": rewards_s}
+
+    def _old_log_probs(self, recorded: RecordedStep, beat: Beat) -> list[list[float]]:
+        """Log-probabilities of the tokens of a step's answers as training computes them. Collective.
+
+        Answers that are not trained keep those of the sampler.
+        """
+        old = list(recorded.log_probs)
+        self.backend.model.eval()
+        own = [
+            (int(number), values.tolist())
+            for numbers, of_documents in self.backend.label_log_probs(
+                self._micro_batches(self._rows(recorded)), lambda section: beat(section, allowed=LONG_LIMIT)
+            )
+            for number, values in zip(numbers, of_documents, strict=True)
+            if len(values)
+        ]
+        self.backend.model.train()
+        for number, values in (entry for entries in self.ranks.gather(own) for entry in entries):
+            old[number] = values
+        return old
 
     def _sample(self, prompts: Sequence[np.ndarray], randoms: np.ndarray | None, beat: Beat) -> Sampled:
         """Answers to all prompts, equal on every rank; each rank samples its share in batches."""
@@ -179,27 +256,35 @@ class Sampler:
         recorded: RecordedStep = step_or_none
         return recorded
 
-    def _batch(self, recorded: RecordedStep, is_fresh: bool, metrics: dict[str, float]) -> StepBatch:
-        """This rank's share of the answers, packed."""
-        config, plan = self.config, self.plan
+    def _rows(self, recorded: RecordedStep) -> Rows:
+        """The answers of a step, packed."""
+        config = self.config
         prompts = [prompt_of(self.documents, number).tokens for number in recorded.prompts]
         kind = config.objective_options()["loss_type"]
         counts = np.array([ended or not config.mask_truncated_completions for ended in recorded.ended])
         documents = Rollouts(
             prompts, [np.array(tokens, dtype=np.int32) for tokens in recorded.answers],
-            [np.array(values, dtype=np.float32) for values in recorded.log_probs],
-            advantages(np.array(recorded.rewards), config.num_generations, kind), counts, is_fresh,
+            recorded.log_probs, recorded.old_log_probs,
+            advantages(np.array(recorded.rewards), config.num_generations, kind), counts,
+            config.recorded_answers is None,
         )  # fmt: skip
-        rows = Rows(documents, config.row_tokens, config.packing, config.torch_compile and config.packing,
-                    plan.rows.shard, config.objective_spec)  # fmt: skip
-        size, rank, world = config.per_device_train_batch_size, self.mesh.data_rank, self.mesh.sizes.data
+        return Rows(documents, config.row_tokens, config.packing, config.torch_compile and config.packing,
+                    self.plan.rows.shard, config.objective_spec)  # fmt: skip
+
+    def _micro_batches(self, rows: Rows) -> list[MicroBatch]:
+        """This rank's share of rows."""
+        size, rank, world = self.config.per_device_train_batch_size, self.mesh.data_rank, self.mesh.sizes.data
         everything = np.arange(len(rows))
         shares = [everything[start + rank * size : start + (rank + 1) * size]
                   for start in range(0, len(rows), size * world)]  # fmt: skip
-        micro_batches = rows.collate_each(shares, rows.scales())
+        return rows.collate_each(shares, rows.scales())
+
+    def _batch(self, recorded: RecordedStep, metrics: dict[str, float]) -> StepBatch:
+        """This rank's share of a step."""
+        rows = self._rows(recorded)
         return StepBatch(
-            micro_batches, int(rows.trained.sum()), int(rows.lengths.sum()), int(rows.squared_lengths.sum()),
-            rows.divisor(), [], metrics,
+            self._micro_batches(rows), int(rows.trained.sum()), int(rows.lengths.sum()),
+            int(rows.squared_lengths.sum()), rows.divisor(), [], metrics,
         )  # fmt: skip
 
     # -- on disk -------------------------------------------------------------------------------------------------------
@@ -212,15 +297,14 @@ class Sampler:
         write_atomic(_path(self.folder, step), recorded.to_json(step=step + 1))
         _path(self.folder, step - KEPT_STEPS).unlink(missing_ok=True)
 
-    def _recorded(self, step: int, numbers: np.ndarray, prompts: Sequence[Prompt]) -> RecordedStep | None:
-        """The recorded answers of a step; None if the run samples its own.
+    def _recorded(self, step: int, folder: Path) -> RecordedStep:
+        """The answers of a step that another run sampled.
 
         Raises:
             TrainingError: on every rank, if they cannot be read or are those of other prompts.
         """
-        if self.config.recorded_answers is None:
-            return None
-        path, problem, recorded = _path(Path(self.config.recorded_answers), step), None, None
+        path, problem, recorded = _path(folder, step), None, None
+        numbers, prompts = self._prompts(step)
         try:
             recorded = RecordedStep.from_json(path.read_text(encoding="utf-8"))
             digest = prompts_digest([prompt.tokens for prompt in prompts])
@@ -229,6 +313,7 @@ class Sampler:
         except (OSError, ValueError, TypeError) as error:
             problem = ValueError(str(error))
         self.ranks.agree(problem, f"reading the answers of step {step + 1}, {path},")
+        assert recorded is not None
         return recorded
 
 

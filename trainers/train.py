@@ -297,7 +297,8 @@ def train(
     with contextlib.closing(context.heartbeat):
         if config.objective_spec.reference:
             set_reference(context, folder)
-        context.sampler = build_sampler(context, eval_data, loss.base) if config.objective_spec.samples else None
+        if config.objective_spec.samples:
+            context.sampler = build_sampler(context, eval_data, loss.base, folder)
         outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
@@ -308,18 +309,24 @@ def train(
     return 1 if ending.state == "failed" else 0
 
 
-def build_sampler(context: TrainContext, evaluation: TokenSet | None, base: Any) -> Sampler:
+def build_sampler(
+    context: TrainContext, evaluation: TokenSet | None, base: Any, folder: Path | None
+) -> Sampler:  # fmt: skip
     """What samples the answers of each step.
 
     Args:
         context: the run.
         evaluation: the evaluation data; None without.
         base: the transformers model.
+        folder: the checkpoint that the run resumes from; None for a new run.
     """
     from trainers.rollouts import Sampler
 
-    config, plan, backend = context.config, context.plan, context.backend
-    return Sampler(config, plan, evaluation, backend, context.mesh, context.ranks, context.run, base)
+    config, plan, backend, checkpoints = context.config, context.plan, context.backend, context.checkpoints
+    sampler = Sampler(config, plan, evaluation, backend, context.mesh, context.ranks, context.run, checkpoints, base)
+    if folder is not None:
+        sampler.restore(folder)
+    return sampler
 
 
 def export(context: TrainContext, outcome: Outcome) -> Ending:

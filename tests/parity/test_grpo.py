@@ -95,7 +95,8 @@ def plain_grpo(settings: TrainConfig, wrong: str = "", **instead: float) -> plai
 
     Args:
         settings: options of the run.
-        wrong: control: `signs` of the advantages are reversed, or nothing is `unclipped`.
+        wrong: control: `signs` of the advantages are reversed, nothing is clipped (`unclipped`), or ratios are 1
+            (`current`).
         instead: control: `temperature` or `beta`, in place of those of the run.
     """
     own, steps_taken = {**settings.objective_options(), **instead}, iter(range(STEPS))
@@ -106,8 +107,9 @@ def plain_grpo(settings: TrainConfig, wrong: str = "", **instead: float) -> plai
         step = read(next(steps_taken), Path(str(settings.recorded_answers)))
         assert step["prompts"] == members.repeat(GROUP).tolist()
         losses, total = [], sum(map(len, step["answers"]))
+        old = step["old_log_probs"] or step["log_probs"]
         for number, answer, before, advantage in zip(
-            step["prompts"], step["answers"], step["log_probs"], advantages(step["rewards"], kind), strict=True
+            step["prompts"], step["answers"], old, advantages(step["rewards"], kind), strict=True
         ):
             tokens, mask = plan.rows.documents.document(number)
             prompt = tokens[: int(mask.argmax())].tolist()
@@ -119,7 +121,7 @@ def plain_grpo(settings: TrainConfig, wrong: str = "", **instead: float) -> plai
                 )
                 for part in (model, initial)
             )  # fmt: skip
-            change = log_probs - torch.tensor(before)
+            change = log_probs - (log_probs.detach() if wrong == "current" else torch.tensor(before))
             if kind in ("gspo", "rloo"):
                 change = change.sum() / (len(answer) if kind == "gspo" else 1)
             ratio, signed = change.exp(), -advantage if wrong == "signs" else advantage
@@ -250,6 +252,55 @@ def test_p1_a_resumed_run_samples_the_same_answers_bit_for_bit(tmp_path: Path) -
     assert equal_after_resume(undisturbed, resumed)
     assert read(STEPS - 1) == read(STEPS - 1, resumed.run.rollouts)
     assert read(STEPS - 1)["answers"] != read(STEPS - 2)["answers"]
+
+
+AHEAD: dict[str, Any] = {"steps_per_generation": 3, "learning_rate": 3e-4, "eval_dataset_name": "none"}
+"""Each third step samples for three; the rate is high enough for clipping."""
+
+
+def ahead(name: str, **changes: Any) -> Finished:
+    """A run whose steps mostly train on answers of earlier weights."""
+    return grpo(name, **{**AHEAD, **changes})
+
+
+@functools.cache
+def plain_ahead(name: str, wrong: str = "") -> plain.Curve:
+    """Plain PyTorch on the answers of such a run."""
+    settings = config("full", True, **grpo_options(**AHEAD, recorded_answers=str(ahead(name).run.rollouts)))
+    return plain_grpo(settings, wrong)
+
+
+@pytest.mark.parametrize("name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero3"], ["fsdp2"]))
+def test_steps_on_answers_of_earlier_weights_compare_with_those_weights(name: str) -> None:
+    finished = ahead(name)
+    assert curve(finished).agrees(plain_ahead(name))
+    clipped, seconds = finished.series("clip_ratio"), finished.series("sampling_s")
+    assert max(clipped[0::3]) == 0  # these sampled
+    assert max(clipped[2::3]) > 0
+    assert [number for number, taken in enumerate(seconds) if taken > 0] == list(range(0, STEPS, 3))
+    assert max(finished.series("sampler_difference")) < 1e-4
+
+
+def test_taken_for_answers_of_the_current_weights_they_do_not_agree() -> None:
+    assert not plain_ahead("fsdp2", "current").agrees(plain_ahead("fsdp2"))
+
+
+def test_another_run_trains_the_same_on_their_records() -> None:
+    finished = ahead("fsdp2")
+    replay = grpo("single", **{**AHEAD, "recorded_answers": str(finished.run.rollouts)})
+    assert curve(replay).agrees(curve(finished))
+
+
+@pytest.mark.parametrize("name", mostly_long(["single", "fsdp2"], ["fsdp2"]))
+def test_p1_a_run_resumed_within_a_generation_goes_on_with_its_answers(name: str, tmp_path: Path) -> None:
+    undisturbed = ahead(name)
+    again = {**options("full", True, **grpo_options(**AHEAD)), "resume_from_checkpoint": undisturbed.checkpoints[0]}
+    resumed = launch_well(tmp_path / "again", load_strategy(name).num_processes, again, strategy=name)
+    assert equal_after_resume(undisturbed, resumed)
+    taken = resumed.series("sampling_s")
+    assert taken[:2] == [0, 0] < taken[2:3]  # steps 11 and 12 were sampled at step 10
+    for step in (10, 11, STEPS - 1):
+        assert read(step, undisturbed.run.rollouts) == read(step, resumed.run.rollouts)
 
 
 @pytest.mark.long

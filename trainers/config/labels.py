@@ -36,6 +36,7 @@ LABELS = {
     "reward_weights": "Weight of each reward",
     "reward_timeout": "Time for the rewards of a step",
     "num_generations": "Answers per prompt",
+    "steps_per_generation": "Steps sampled at once",
     "max_completion_length": "Longest answer",
     "temperature": "Temperature of sampling",
     "epsilon": "Clipping of probability ratios",

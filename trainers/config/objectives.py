@@ -165,7 +165,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             metrics=("clip_ratio", "sampler_difference", "kl"),
             defaults={
                 "reward_funcs": ["exact_match"], "reward_weights": [], "reward_schema": None, "reward_timeout": 60.0,
-                "num_generations": 8, "max_completion_length": 256, "temperature": 1.0, "beta": 0.0,
+                "num_generations": 8, "steps_per_generation": 1, "max_completion_length": 256, "temperature": 1.0,
+                "beta": 0.0,
                 "epsilon": 0.2, "epsilon_high": None,
                 "importance_sampling_cap": 2.0, "mask_truncated_completions": False, "recorded_answers": None,
             },

@@ -152,6 +152,8 @@ class TrainConfig(BaseModel):
     """Time that the rewards of a step's answers may take."""
     num_generations: int = _option("objective", 8, "answers", ge=2, le=4096)
     """Answers that grpo samples for each prompt; a row of `global_batch_size` is a prompt."""
+    steps_per_generation: int = _option("objective", 1, "steps", ge=1, le=1024)
+    """Steps whose answers are sampled at once, before the first of them; epsilon holds the later ones."""
     max_completion_length: int = _option("objective", 256, "tokens", ge=1, le=2**20)
     """Tokens of a sampled answer at most; prompt and answer fit into `max_length`."""
     temperature: float = _option("objective", 1.0, ge=0.01, le=100)

@@ -205,6 +205,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore({"jsd_beta"} & changed, f"loss_type={config.objective_options()['loss_type']}")
     if spec.samples and "json_schema" not in config.reward_funcs:
         ignore({"reward_schema"} & changed, "json_schema is not among reward_funcs")
+    if config.recorded_answers is not None:
+        ignore({"steps_per_generation"} & changed, "recorded_answers hold what each step trains on")
     if config.max_steps is not None and "num_train_epochs" in changed:
         ignore(["num_train_epochs"], f"max_steps={config.max_steps} decides", config.num_train_epochs)
     if config.warmup_steps and config.warmup_ratio:

@@ -20,7 +20,7 @@ from trainers.config.options import TrainConfig
 from trainers.data.layout import FULL_SEQUENCE, UNSCALED, DocumentLayout, Scales, ScoredDocuments, SequenceShard
 from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.packing import pack
-from trainers.data.rollouts import Rollouts
+from trainers.data.rollouts import Rollouts, TokenValues
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     pass
@@ -219,13 +219,18 @@ class Rows:
         scored = ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, margins=margins)
         if not isinstance(self.documents, Rollouts):
             return scored
-        sampled = np.zeros(micro_batch.slots, dtype=np.float32)
-        for line, in_row in enumerate(members):
-            values = self.documents.log_probs(in_row)
-            sampled[line * width : line * width + len(values)] = values
+        rollouts = self.documents
+
+        def of_labels(values: TokenValues) -> torch.Tensor:
+            in_rows = np.zeros(micro_batch.slots, dtype=np.float32)
+            for line, in_row in enumerate(members):
+                of_row = values.of(in_row)
+                in_rows[line * width : line * width + len(of_row)] = of_row
+            return torch.from_numpy(in_rows[predicted_from + 1])
+
         return replace(
-            scored, advantages=torch.from_numpy(self.documents.advantages[numbers]),
-            sampled=torch.from_numpy(sampled[predicted_from + 1]), is_fresh=self.documents.is_fresh,
+            scored, advantages=torch.from_numpy(rollouts.advantages[numbers]), sampled=of_labels(rollouts.sampled),
+            old=None if rollouts.old is None else of_labels(rollouts.old), is_fresh=rollouts.is_fresh,
         )  # fmt: skip
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:

@@ -91,6 +91,8 @@ class ScoredDocuments:
         kl: fp32 scalar, KL divergence from the initial model over the global batch; None without.
         advantages: `[documents]` fp32, how much better than others each sampled answer is; None if nothing is sampled.
         sampled: `[labels]` fp32, log-probability of each label as the sampler computed it; None as above.
+        old: `[labels]` fp32, log-probability of each label under the weights that sampled, as training computes it;
+            None if it was not computed.
         is_fresh: whether the weights that sampled the answers are those that are trained now.
         initial: `[labels]` fp32, log-probability of each label under the initial model; None without.
     """
@@ -105,12 +107,13 @@ class ScoredDocuments:
     margins: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
+    old: torch.Tensor | None = None
     is_fresh: bool = True
     initial: torch.Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
-        names = ("of_label", "tokens", "reference", "desirable", "kl", "margins", "advantages", "sampled")
+        names = ("of_label", "tokens", "reference", "desirable", "kl", "margins", "advantages", "sampled", "old")
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
                  if tensor is not None}  # fmt: skip

@@ -74,13 +74,31 @@ def prompts_digest(prompts: Sequence[np.ndarray]) -> str:
     return digest.hexdigest()
 
 
+class TokenValues:
+    """A number for each token of the answers of a step, and 0 for those of their prompts.
+
+    Args:
+        prompts: token ids of the prompt of each answer.
+        values: the numbers of the tokens of each answer.
+    """
+
+    def __init__(self, prompts: Sequence[np.ndarray], values: Sequence[Sequence[float]]):
+        self._of_documents = [np.concatenate([np.zeros(len(prompt)), numbers]).astype(np.float32)
+                              for prompt, numbers in zip(prompts, values, strict=True)]  # fmt: skip
+
+    def of(self, indices: np.ndarray) -> np.ndarray:
+        """The fp32 numbers of the tokens of several documents, concatenated."""
+        return np.concatenate([self._of_documents[index] for index in indices.tolist()])
+
+
 class Rollouts:
     """The answers of a step as documents, each after its prompt.
 
     Args:
         prompts: token ids of the prompt of each answer.
         answers: token ids of each answer.
-        log_probs: fp32 log-probability of each token of each answer, as the sampler computed it.
+        sampled: log-probability of each token of each answer, as the sampler computed it.
+        old: the same, as training computes it with the weights that sampled; None if it was not computed.
         advantages: `[answers]` how much better than the others of its prompt each answer is.
         counts: `[answers]` bool, whether each answer is trained; the others only count in the divisor.
         is_fresh: whether the weights that sampled them are those that are trained now.
@@ -90,7 +108,8 @@ class Rollouts:
         self,
         prompts: Sequence[np.ndarray],
         answers: Sequence[np.ndarray],
-        log_probs: Sequence[np.ndarray],
+        sampled: Sequence[Sequence[float]],
+        old: Sequence[Sequence[float]] | None,
         advantages: np.ndarray,
         counts: np.ndarray,
         is_fresh: bool,
@@ -100,8 +119,8 @@ class Rollouts:
         trained = [len(answer) * count for answer, count in zip(answers, counts.tolist(), strict=True)]
         self._masks = [np.arange(len(tokens)) >= len(tokens) - count
                        for tokens, count in zip(self._tokens, trained, strict=True)]  # fmt: skip
-        self._log_probs = [np.concatenate([np.zeros(len(prompt)), values]).astype(np.float32)
-                           for prompt, values in zip(prompts, log_probs, strict=True)]  # fmt: skip
+        self.sampled = TokenValues(prompts, sampled)
+        self.old = None if old is None else TokenValues(prompts, old)
         self.lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
         self.trained = np.array(trained, dtype=np.int64)
         self.fingerprint = hashlib.sha256(np.concatenate(self._tokens).tobytes()).hexdigest()
@@ -115,10 +134,6 @@ class Rollouts:
         chosen = indices.tolist()
         tokens = np.concatenate([self._tokens[index] for index in chosen])
         return tokens, np.concatenate([self._masks[index] for index in chosen])
-
-    def log_probs(self, indices: np.ndarray) -> np.ndarray:
-        """Log-probabilities of the tokens of several documents, concatenated; 0 for those of prompts."""
-        return np.concatenate([self._log_probs[index] for index in indices.tolist()])
 
     def where(self, index: int) -> str:
         """What to call an answer."""
@@ -139,6 +154,8 @@ class RecordedStep:
         texts: prompt, answer, and the answer in the data, as text, for readers.
         fingerprint: sha256 of the tokens of the prompts.
         temperature: the option it was sampled with.
+        old_log_probs: log-probability of each token under the weights that sampled, as training computes it; None if
+            the step trains with these weights, and so knows it.
     """
 
     prompts: list[int]
@@ -150,6 +167,7 @@ class RecordedStep:
     texts: list[list[str]]
     fingerprint: str
     temperature: float
+    old_log_probs: list[list[float]] | None = None
 
     def to_json(self, **more: Any) -> str:
         """The step as JSON."""
@@ -184,13 +202,17 @@ class RecordedStep:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError("it holds no sampled answers")
-        if missing := cls.__dataclass_fields__.keys() - values.keys():
+        if missing := cls.__dataclass_fields__.keys() - values.keys() - {"old_log_probs"}:
             raise ValueError(f"it holds no sampled answers, or those of another version: {min(missing)} is missing")
-        step = cls(**{name: values[name] for name in cls.__dataclass_fields__})
-        counts = {len(part) for part in (step.prompts, step.answers, step.log_probs, step.ended, step.rewards)}
-        if len(counts) != 1 or any(len(a) != len(b) for a, b in zip(step.answers, step.log_probs, strict=True)):
+        fields: dict[str, Any] = {name: values.get(name) for name in cls.__dataclass_fields__}
+        step = cls(**fields)
+        of_tokens: list[list[list[float]]] = [step.log_probs]
+        of_tokens += [] if step.old_log_probs is None else [step.old_log_probs]
+        counts = {len(step.prompts), len(step.answers), len(step.ended), len(step.rewards), *map(len, of_tokens)}
+        lengths = list(map(len, step.answers))
+        if len(counts) != 1 or any(list(map(len, part)) != lengths for part in of_tokens):
             raise ValueError("its lists differ in length")
-        numbers = [*step.rewards, *(value for values in step.log_probs for value in values)]
+        numbers = [*step.rewards, *(value for part in of_tokens for values in part for value in values)]
         if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
             raise ValueError("it holds what is not a finite number")
         return step

@@ -24,8 +24,10 @@ class Grpo:
     - `gspo`: one ratio per answer, of means per token (https://arxiv.org/abs/2507.18071);
     - `rloo`: one ratio per answer, of its probability (https://arxiv.org/abs/2402.14740).
 
-    Ratios of freshly sampled answers are 1: they are weighted by what the sampler's probabilities differ from ours by,
-    up to `importance_sampling_cap`. Recorded answers are compared with the probabilities that were recorded.
+    A ratio compares with the weights that sampled: it is 1 for answers that the same step sampled, and for those of
+    earlier steps it needs the `old` log-probabilities, which were computed then. Either way each token is weighted by
+    what the sampler's probability differs from ours by, up to `importance_sampling_cap`. Recorded answers without `old`
+    are compared with the probabilities of their sampler.
 
     With `beta`, each token also loses `beta` times an estimate of its KL divergence from the initial model.
 
@@ -63,7 +65,9 @@ class Grpo:
         lengths = documents.tokens.to(log_probs.dtype).clamp(min=1)
         sampled, advantages = documents.sampled.to(log_probs.dtype), documents.advantages.to(log_probs.dtype)
         before = log_probs.detach() if documents.is_fresh else sampled
-        changes, gaps = log_probs - before, before - sampled  # gaps of recorded answers are 0
+        if documents.old is not None:
+            before = documents.old.to(log_probs.dtype)
+        changes, gaps = log_probs - before, before - sampled  # gaps of recorded answers without `old` are 0
         divergences = None if documents.initial is None else _divergences(log_probs, documents.initial)
         if self.kind in ("gspo", "rloo"):
             changes, gaps = of_documents(changes), of_documents(gaps)
@@ -80,7 +84,7 @@ class Grpo:
             losses = of_documents(of_tokens) * self._weights(documents, lengths)
             clipped = of_documents(clipped_tokens) / lengths
         with torch.no_grad():
-            differences = of_documents((log_probs - sampled).abs()) / lengths
+            differences = of_documents(((log_probs if documents.old is None else before) - sampled).abs()) / lengths
             metrics = [clipped.sum(), differences.sum()]
             metrics += [] if divergences is None else [(of_documents(divergences) / lengths).sum()]
         return losses.sum(), torch.stack(metrics)

@@ -161,6 +161,27 @@ class Backend(ABC):
             yield micro_batch.scored.numbers, summed.float().cpu()
 
     @torch.no_grad()
+    def label_log_probs(
+        self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """Computes the log-probability of each label, where no rank has labels of the same rows.
+
+        Args:
+            micro_batches: this rank's share of the data.
+            beat: called with `sampling` before each micro-batch.
+
+        Yields:
+            For each micro-batch: `[documents]` their numbers in the data set, and fp32 `[labels]` of each document.
+        """
+        for micro_batch in micro_batches:
+            beat("sampling")
+            values, _ = self.model(**micro_batch.inputs(self.device), per_label=True)
+            assert micro_batch.scored is not None
+            numbers, of_label = micro_batch.scored.numbers, micro_batch.scored.of_label.numpy()
+            borders = np.searchsorted(of_label, np.arange(1, len(numbers)))
+            yield numbers, np.split(values.float().cpu().numpy(), borders)[: len(numbers)]
+
+    @torch.no_grad()
     def sample(self, request: SampleRequest) -> Sampled:
         """Samples answers to this rank's prompts. Collective, if the request is synchronized."""
         nothing = torch.zeros(0, dtype=torch.int64, device=self.device)

@@ -90,11 +90,14 @@ def test_advantages_are_those_within_a_group(kind: str, wanted: list[float]) -> 
 def test_answers_become_documents() -> None:
     prompts, answers = [np.array([1, 2, 3]), np.array([4])], [np.array([5, 6]), np.array([7])]
     log_probs = [np.array([-1.0, -2.0]), np.array([-3.0])]
-    documents = Rollouts(prompts, answers, log_probs, np.array([0.5, -0.5]), np.array([True, False]), True)
+    old = [np.array([-1.5, -2.5]), np.array([-3.5])]
+    documents = Rollouts(prompts, answers, log_probs, old, np.array([0.5, -0.5]), np.array([True, False]), True)
     tokens, mask = documents.gather(np.array([1, 0]))
     assert tokens.tolist() == [4, 7, 1, 2, 3, 5, 6]
     assert mask.tolist() == [False, False, False, False, False, True, True]  # the second is not trained
-    assert documents.log_probs(np.array([0, 1])).tolist() == [0, 0, 0, -1, -2, 0, -3]
+    assert documents.sampled.of(np.array([0, 1])).tolist() == [0, 0, 0, -1, -2, 0, -3]
+    assert documents.old is not None
+    assert documents.old.of(np.array([1, 0])).tolist() == [0, -3.5, 0, 0, 0, -1.5, -2.5]
     assert documents.trained.tolist() == [2, 0]
 
 
@@ -108,6 +111,11 @@ def test_recorded_steps_come_back_and_others_are_refused() -> None:
     for value in ("NaN", '"x"', "null"):
         with pytest.raises(ValueError, match="not a finite number"):
             RecordedStep.from_json(step.to_json().replace("-0.25", value))
+    ahead = replace(step, old_log_probs=[[-0.3, -1.4]])
+    assert RecordedStep.from_json(ahead.to_json()) == ahead
+    for old, sentence in (("[[-0.3]]", "differ in length"), ("[]", "differ in length"), ('[["x", 1]]', "not a finite")):
+        with pytest.raises(ValueError, match=sentence):
+            RecordedStep.from_json(ahead.to_json().replace("[[-0.3, -1.4]]", old))
 
 
 @pytest.mark.parametrize(
