@@ -166,6 +166,14 @@ def data(args: Raw = None) -> int:
     return data_verb(args or [])
 
 
+@app.command(context_settings=RAW)
+def record(args: Raw = None) -> int:
+    """Record what a teacher predicts, so that distillation learns from it without loading the teacher."""
+    from app.commands.record import record_verb
+
+    return record_verb(args or [])
+
+
 @app.command()
 def stop(
     run: RunName,

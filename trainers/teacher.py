@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from trainers.config.mistakes import errors_about
 from trainers.config.options import TrainConfig
@@ -40,13 +39,15 @@ def add_frozen(config: TrainConfig, loss: LossModule, splits: Sequence[TokenSet 
 
 
 def _add_teacher(config: TrainConfig, loss: LossModule, splits: Sequence[TokenSet | None]) -> None:
+    divergence = Divergence.of(config.objective_options())
+    if config.teacher is None:  # its predictions were recorded
+        loss.divergence = divergence
+        return
     refuse_other_vocabulary(config)
-    own: dict[str, Any] = config.objective_options()
-    del own["teacher"]
     teacher = teacher_config(config)
     with errors_about("model_name_or_path", "teacher"):
         model, stored = build_unread(teacher)
-        loss.teacher = Teacher(model, compute_dtype(config), Divergence(**own))
+        loss.teacher = Teacher(model, compute_dtype(config), divergence)
         check_token_ids(teacher, splits, loss.teacher.vocab_size)
         check_positions(teacher, splits, None)
     loss.stored |= {f"{TEACHER}{name}": source for name, source in stored.items()}

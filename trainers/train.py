@@ -287,7 +287,7 @@ def train(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
         bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=(trained, frozen, teacher),
         scaler=accelerator.scaler, plan=plan, checkpoints=checkpoints,
-        eval_rows=make_rows(config, eval_data, shard) if eval_data else None,
+        eval_rows=make_rows(config, eval_data, shard, "eval") if eval_data else None,
         heartbeat=Heartbeat(run, ranks.rank, config.hang_timeout),
         metrics=build.metrics_file(run, attempt) if main_rank else None,
         report=reporter.state, show=reporter.row,

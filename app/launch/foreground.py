@@ -245,13 +245,16 @@ def _broken(lines: list[str], status: int) -> str:
     return f"the check of this run failed: {why[:400]}"
 
 
-def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None) -> tuple[int, str, str]:
+def run_program(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, show_errors: bool = False
+) -> tuple[int, str, str]:
     """Runs a program to its end; on Ctrl-C, SIGTERM or SIGHUP, kills it and raises KeyboardInterrupt.
 
     Args:
         argv: the command.
         env: its complete environment.
         cwd: working directory.
+        show_errors: let its standard error through, and return none.
 
     Returns:
         Exit status, standard output and standard error.
@@ -259,7 +262,8 @@ def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = 
     with interruptible():
         program = subprocess.Popen(
             list(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, encoding="utf-8", errors="replace", start_new_session=True,
+            stderr=None if show_errors else subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
+            start_new_session=True,
         )  # fmt: skip
         try:
             out, errors = program.communicate()
@@ -268,7 +272,7 @@ def run_program(argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = 
                 os.killpg(program.pid, signal.SIGKILL)
             program.communicate()
             raise
-    return program.returncode, out, errors
+    return program.returncode, out, errors or ""
 
 
 @contextlib.contextmanager

@@ -19,8 +19,8 @@ from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
 INPUTS = (
-    "model_name_or_path", "from_run", "teacher", "recorded_answers", "dataset_name", "eval_dataset_name",
-    "chat_template", "reward_schema",
+    "model_name_or_path", "from_run", "teacher", "teacher_log_probs", "recorded_answers", "dataset_name",
+    "eval_dataset_name", "chat_template", "reward_schema",
 )  # fmt: skip
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
 STORES = ("s3", "gs", "az", "abfs", "hf")

@@ -27,6 +27,7 @@ LABELS = {
     "beta": "Scale of rewards, weight of KL",
     "label_smoothing": "Share of wrong labels",
     "teacher": "Teacher",
+    "teacher_log_probs": "Recorded teacher",
     "jsd_beta": "Share of the teacher in the mixture",
     "distill_temperature": "Temperature of both distributions",
     "simpo_gamma": "Margin of the rewards",

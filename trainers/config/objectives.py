@@ -148,7 +148,10 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "distill", "Distillation", "Knowledge distillation",
             "Learn what another model, the teacher, predicts at each token of the answers in the data.",
             loss_of="distributions", divisor="tokens", metrics=("kl", "token_accuracy"), reports_in_training=False,
-            defaults={"teacher": None, "jsd_beta": 0.5, "distill_temperature": 1.0, "nll_weight": 0.0},
+            defaults={
+                "teacher": None, "teacher_log_probs": None, "jsd_beta": 0.5, "distill_temperature": 1.0,
+                "nll_weight": 0.0,
+            },
             loss_types=("forward_kl", "reverse_kl", "jsd"), teacher=True,
             source="https://arxiv.org/abs/2306.13649",
         ),

@@ -124,6 +124,8 @@ class TrainConfig(BaseModel):
     """Form of the loss of dpo, cpo, kto, distill and grpo, see docs/objectives.md; default: the first."""
     teacher: Annotated[str | None, Optionally] = _option("objective", None)
     """Model that distill learns from: Hub id, folder, `embedded`, or a run that is done (its name or folder)."""
+    teacher_log_probs: Annotated[str | None, Optionally] = _option("objective", None)
+    """Folder in which `tunesmith record` kept what a teacher predicts; distill then loads no teacher."""
     jsd_beta: float = _option("objective", 0.5, gt=0, lt=1)
     """Share of the teacher in the mixture of jsd: near 0 it acts as forward_kl, near 1 as reverse_kl."""
     distill_temperature: float = _option("objective", 1.0, ge=0.01, le=100)

@@ -145,7 +145,10 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "metric_for_best_model", config.metric_for_best_model, objective, f"use {' or '.join(metrics)}"),
         (spec.loss_of == "documents" and config.overlong == "split",
          "overlong", "split", f"{objective}: half an answer cannot be preferred", "use truncate, drop or refuse"),
-        (spec.teacher and config.teacher is None,
+        (spec.teacher and config.teacher is not None and config.teacher_log_probs is not None,
+         "teacher_log_probs", config.teacher_log_probs, "with a teacher, which it takes the place of",
+         "leave one of them out"),
+        (spec.teacher and config.teacher is None and config.teacher_log_probs is None,
          "teacher", None, f"is not set, {objective}",
          "name the model to learn from: a Hub id, a folder, or a run that is done"
          + (" (`tunesmith train tiny-full` trains one)" if config.model_name_or_path == EMBEDDED else "")),

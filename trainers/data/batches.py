@@ -17,10 +17,19 @@ import numpy as np
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.options import TrainConfig
-from trainers.data.layout import FULL_SEQUENCE, UNSCALED, DocumentLayout, Scales, ScoredDocuments, SequenceShard
+from trainers.data.layout import (
+    FULL_SEQUENCE,
+    UNSCALED,
+    DocumentLayout,
+    Scales,
+    ScoredDocuments,
+    SequenceShard,
+    TopTokens,
+)
 from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.packing import pack
 from trainers.data.rollouts import Rollouts, TokenValues
+from trainers.data.teacher_file import TeacherFile, values_of_labels
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     pass
@@ -65,6 +74,7 @@ class Rows:
         desirable: `[documents]` bool, the label of each; None without labels.
         mismatched: rows of the mismatched documents, as many as `documents`, if the objective compares those.
         margins: `[documents]` float32, the margin of the example of each; None without margins.
+        teacher: what a teacher predicts, if it was recorded.
 
     `reference`, once set, holds the log-probability `[documents]` of each document under the initial model.
     """
@@ -73,7 +83,7 @@ class Rows:
         self, documents: Documents, max_length: int, packing: bool, fixed_length: bool = False,
         shard: SequenceShard = FULL_SEQUENCE, objective: ObjectiveSpec = OBJECTIVES["sft"],
         desirable: np.ndarray | None = None, mismatched: Rows | None = None,
-        margins: np.ndarray | None = None,
+        margins: np.ndarray | None = None, teacher: TeacherFile | None = None,
     ):  # fmt: skip
         self.documents = documents
         self.max_length = max_length
@@ -81,6 +91,7 @@ class Rows:
         self.shard = shard
         self.objective = objective
         self.desirable, self.mismatched, self.margins = desirable, mismatched, margins
+        self.teacher = teacher
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
         self._filler: int | None = None
@@ -175,7 +186,8 @@ class Rows:
                 scored = self._scored(members[start:end], contents[start:end], micro_batch, predicted_from, scales)
                 micro_batch = replace(micro_batch, scored=scored)
             elif self.objective.teacher:
-                micro_batch = replace(micro_batch, taught=True)
+                top = self._top_tokens(members[start:end], micro_batch, predicted_from)
+                micro_batch = replace(micro_batch, taught=True, top_tokens=top)
             micro_batches.append(micro_batch)
         return micro_batches
 
@@ -232,6 +244,31 @@ class Rows:
             scored, advantages=torch.from_numpy(rollouts.advantages[numbers]), sampled=of_labels(rollouts.sampled),
             old=None if rollouts.old is None else of_labels(rollouts.old), is_fresh=rollouts.is_fresh,
         )  # fmt: skip
+
+    def _top_tokens(
+        self, members: list[np.ndarray], micro_batch: MicroBatch, predicted_from: np.ndarray
+    ) -> TopTokens | None:
+        """What a teacher predicts at the labels of a micro-batch, if that was recorded.
+
+        Args:
+            members: numbers of the documents in each row of the micro-batch.
+            micro_batch: its tensors.
+            predicted_from: `[labels]` flat index in the full rows of the token that predicts each label.
+        """
+        import torch
+
+        if self.teacher is None:
+            return None
+        width = micro_batch.slots // max(len(members), 1)
+        in_rows = np.zeros(micro_batch.slots, dtype=np.int64)  # number of each label in the recording
+        for line, in_row in enumerate(members):
+            at = line * width
+            for number in in_row.tolist():
+                trained = np.flatnonzero(self.documents.document(number)[1])
+                in_rows[at + trained] = self.teacher.starts[number] + np.arange(len(trained))
+                at += int(self.documents.lengths[number])
+        ids, log_probs = values_of_labels(self.teacher, in_rows[predicted_from + 1])
+        return TopTokens(torch.from_numpy(ids), torch.from_numpy(log_probs), self.teacher.recording.vocab_size)
 
     def _contents(self, members: list[np.ndarray]) -> list[_Row]:
         """The contents of rows with the given documents."""

@@ -121,6 +121,26 @@ class ScoredDocuments:
 
 
 @dataclass(frozen=True)
+class TopTokens:
+    """What a teacher finds most likely at each label of a micro-batch, from `trainers/data/teacher_file.py`.
+
+    Args:
+        ids: `[labels, k]` int64 token ids.
+        log_probs: `[labels, k + 1]` fp32 their log-probabilities, and that of all other tokens together.
+        vocab_size: number of tokens that have a probability.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    vocab_size: int
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> TopTokens:
+        """A copy whose tensors are on `device`."""
+        ids, log_probs = (part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs))
+        return replace(self, ids=ids, log_probs=log_probs)
+
+
+@dataclass(frozen=True)
 class SequenceShard:
     """The shard of every row that one rank holds.
 

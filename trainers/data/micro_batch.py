@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from trainers.data.layout import DocumentLayout, ScoredDocuments
+from trainers.data.layout import DocumentLayout, ScoredDocuments, TopTokens
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     import torch
@@ -28,6 +28,7 @@ class MicroBatch:
         slots: number of tokens in the full rows, padding included.
         scored: the documents whose log-probabilities the objective compares; None if it sums over tokens.
         taught: whether the objective compares with the distributions of a teacher.
+        top_tokens: what that teacher predicts at each label, if it was recorded.
     """
 
     input_ids: torch.Tensor
@@ -40,6 +41,7 @@ class MicroBatch:
     slots: int
     scored: ScoredDocuments | None = None
     taught: bool = False
+    top_tokens: TopTokens | None = None
 
     @property
     def labels_or_documents(self) -> int:
@@ -59,7 +61,7 @@ class MicroBatch:
             expert_weights: weights of a load-balancing loss, which also needs the mask of real tokens.
         """
         names = ["input_ids", "position_ids", "documents", "positions", "labels"]
-        names += ["scored"] if self.scored is not None else []
+        names += [name for name in ("scored", "top_tokens") if getattr(self, name) is not None]
         tensors = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {
             name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()

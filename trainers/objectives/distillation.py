@@ -7,12 +7,15 @@ ZeRO 3 have gathered the weights of both output heads.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from trainers.data.layout import TopTokens
 from trainers.objectives.output_head import HeadRule
 from trainers.objectives.sft import LOGITS_PER_CHUNK, scaled
 
@@ -91,6 +94,12 @@ class Divergence:
         self.loss_type, self.beta = loss_type, jsd_beta
         self.temperature, self.nll_weight = distill_temperature, nll_weight
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Divergence:
+        """The divergence by the values of `TrainConfig.objective_options`."""
+        names = ("loss_type", "jsd_beta", "distill_temperature", "nll_weight")
+        return cls(**{name: options[name] for name in names})
+
     def of_logits(
         self, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, want_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -104,22 +113,64 @@ class Divergence:
         """
         own = functional.log_softmax(student / self.temperature, -1)
         other = functional.log_softmax(teacher / self.temperature, -1)
-        gradient: torch.Tensor | None = None
+        loss, gradient = self._compare(own, other, want_gradient)
+        return self._with_nll(loss, gradient, student, own, labels)
+
+    def of_top_tokens(
+        self, student: torch.Tensor, top: TopTokens, labels: torch.Tensor, want_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same of `k + 1` classes: the tokens that a teacher found most likely, and all others together.
+
+        Args:
+            student: `[chunk, vocabulary]` logits in fp32 or wider.
+            top: what the teacher predicts at the same labels.
+            labels: `[chunk]` token ids.
+            want_gradient: whether to compute the gradient; otherwise it is None.
+        """
+        own = functional.log_softmax(student / self.temperature, -1)
+        classes, others = classes_of(own, top.ids)
+        loss, gradient = self._compare(classes, top.log_probs.to(own.dtype), want_gradient)
+        if gradient is not None:  # the logit of the last class is the log-sum-exp of its tokens: each has its share
+            shares = (others - classes[:, -1:]).exp_()
+            gradient = shares.mul_(gradient[:, -1:]).scatter_(1, top.ids, gradient[:, :-1])
+        return self._with_nll(loss, gradient, student, own, labels)
+
+    def _compare(
+        self, own: torch.Tensor, other: torch.Tensor, want_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The summed divergence of log-probabilities, and its gradient with respect to the logits behind `own`.
+
+        Args:
+            own: `[chunk, classes]` of the student.
+            other: the same of the teacher.
+            want_gradient: whether to compute the gradient; otherwise it is None.
+        """
         if self.loss_type == "forward_kl":
-            loss = _kl(other, own).sum()
-            gradient = own.exp().sub_(other.exp()).div_(self.temperature) if want_gradient else None
-        else:
-            # d loss / d logits = share * q * (log q - log m - KL(q, m)) / temperature, of the student q
-            share = 1.0 if self.loss_type == "reverse_kl" else 1.0 - self.beta
-            mixed = other
-            if self.loss_type == "jsd":
-                mixed = torch.logaddexp(other + math.log(self.beta), own + math.log(share))
-            per_token = _kl(own, mixed)
-            loss = share * per_token.sum()
-            if self.loss_type == "jsd":
-                loss = loss + self.beta * _kl(other, mixed).sum()
-            if want_gradient:
-                gradient = (own - mixed).sub_(per_token).mul_(own.exp()).mul_(share / self.temperature)
+            return _kl(other, own).sum(), own.exp().sub_(other.exp()) if want_gradient else None
+        # d loss / d logits = share * q * (log q - log m - KL(q, m)), of the student q
+        share = 1.0 if self.loss_type == "reverse_kl" else 1.0 - self.beta
+        mixed = other
+        if self.loss_type == "jsd":
+            mixed = torch.logaddexp(other + math.log(self.beta), own + math.log(share))
+        per_token = _kl(own, mixed)
+        loss = share * per_token.sum()
+        if self.loss_type == "jsd":
+            loss = loss + self.beta * _kl(other, mixed).sum()
+        return loss, (own - mixed).sub_(per_token).mul_(own.exp()).mul_(share) if want_gradient else None
+
+    def _with_nll(
+        self, loss: torch.Tensor, gradient: torch.Tensor | None, student: torch.Tensor, own: torch.Tensor,
+        labels: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """Adds the cross-entropy of the labels, and makes the gradient one of logits before the temperature.
+
+        Args:
+            loss, gradient: of `_compare`; the gradient `[chunk, vocabulary]` is changed.
+            student: `[chunk, vocabulary]` logits.
+            own: their log-probabilities at the temperature.
+            labels: `[chunk]` token ids.
+        """
+        gradient = gradient if gradient is None else gradient.div_(self.temperature)
         if self.nll_weight:
             plain = own if self.temperature == 1.0 else functional.log_softmax(student, -1)
             loss = loss - self.nll_weight * plain.gather(1, labels[:, None]).sum()
@@ -128,10 +179,25 @@ class Divergence:
                 gradient.add_(plain.exp(), alpha=self.nll_weight).scatter_add_(1, labels[:, None], one_hot)
         return loss, gradient
 
-    def metrics(self, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def metrics(self, student: torch.Tensor, teacher: torch.Tensor | TopTokens, labels: torch.Tensor) -> torch.Tensor:
         """`[2]`: KL(teacher, student) and the number of tokens that the student predicts, summed over a chunk."""
-        own, other = (functional.log_softmax(logits / self.temperature, -1) for logits in (student, teacher))
+        own = functional.log_softmax(student / self.temperature, -1)
+        if isinstance(teacher, torch.Tensor):
+            other = functional.log_softmax(teacher / self.temperature, -1)
+        else:
+            other, own = teacher.log_probs.to(own.dtype), classes_of(own, teacher.ids)[0]
         return torch.stack([_kl(other, own).sum(), (student.argmax(-1) == labels).sum().to(own.dtype)])
+
+
+def classes_of(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[chunk, k + 1]` log-probabilities of some tokens and of all others together, and those of the others.
+
+    Args:
+        log_probs: `[chunk, vocabulary]` of all tokens.
+        ids: `[chunk, k]` the tokens.
+    """
+    others = log_probs.scatter(1, ids, -torch.inf)
+    return torch.cat([log_probs.gather(1, ids), others.logsumexp(-1, keepdim=True)], 1), others
 
 
 def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -141,7 +207,7 @@ def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def compare_heads(
-    student: Head, teacher: Head, labels: torch.Tensor, divergence: Divergence, want_gradients: bool
+    student: Head, teacher: Head | TopTokens, labels: torch.Tensor, divergence: Divergence, want_gradients: bool
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """Summed loss of the student's predictions, in chunks of tokens, and its gradients.
 
@@ -149,7 +215,7 @@ def compare_heads(
 
     Args:
         student: head of the model that is trained, and its input.
-        teacher: the same of the teacher, of the same tokens.
+        teacher: the same of the teacher, of the same tokens; or what it predicted, if that was recorded.
         labels: `[labels]` token ids.
         divergence: the loss.
         want_gradients: whether gradients are computed.
@@ -159,7 +225,7 @@ def compare_heads(
         student's head and input.
     """
     vocab_size = min(student.vocab_size, teacher.vocab_size)
-    own, other = student.narrowed(vocab_size), teacher.narrowed(vocab_size)
+    own, other = student.narrowed(vocab_size), teacher.narrowed(vocab_size) if isinstance(teacher, Head) else teacher
     wide = torch.promote_types(own.hidden.dtype, torch.float32)
     loss, metrics = own.hidden.new_zeros((), dtype=wide), own.hidden.new_zeros(2, dtype=wide)
     gradients = _empty_gradients(student, wide) if want_gradients else Gradients(None, None, None)
@@ -167,11 +233,16 @@ def compare_heads(
     for start in range(0, own.hidden.shape[0], size):
         span = slice(start, start + size)
         (logits, capped), targets = own.logits(span), labels[span]
-        expected, _ = other.logits(span)
-        term, gradient = divergence.of_logits(logits, expected.to(logits.dtype), targets, want_gradients)
+        expected: torch.Tensor | TopTokens
+        if isinstance(other, Head):
+            expected = other.logits(span)[0].to(logits.dtype)
+            term, gradient = divergence.of_logits(logits, expected, targets, want_gradients)
+        else:
+            expected = replace(other, ids=other.ids[span], log_probs=other.log_probs[span])
+            term, gradient = divergence.of_top_tokens(logits, expected, targets, want_gradients)
         loss += term
         if gradient is None:
-            metrics += divergence.metrics(logits, expected.to(logits.dtype), targets)
+            metrics += divergence.metrics(logits, expected, targets)
             continue
         gradient = own.before_rule(gradient, capped)
         if gradients.bias is not None:

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments
-from trainers.objectives.distillation import Head, attach
+from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments, TopTokens
+from trainers.objectives.distillation import Head, attach, compare_heads
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import Score, VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss, TokenLoss
@@ -72,6 +72,7 @@ class LossModule(nn.Module):
         self.temperature = objective.temperature if isinstance(objective, TokenLoss) else 1.0  # of scored labels
         self.penalizes_kl = isinstance(objective, TokenLoss) and objective.beta > 0
         self.teacher: Any = None
+        self.divergence: Any = None  # the `Divergence` from a teacher whose predictions were recorded
         self.over_ranks: Any = None  # set if rows are sharded: see trainers/parallel/sequence.py
         self.sum_over_shards: Callable[[torch.Tensor], torch.Tensor] | None = None  # the same
         self.counts_documents = True  # False if another rank with a shard of the same rows counts their loss
@@ -123,6 +124,7 @@ class LossModule(nn.Module):
         scored: ScoredDocuments | None = None,
         only_log_probs: bool = False,
         taught: bool = False,
+        top_tokens: TopTokens | None = None,
         of_teacher: bool = False,
         per_label: bool = False,
         request: SampleRequest | None = None,
@@ -144,6 +146,7 @@ class LossModule(nn.Module):
             scored: the documents that the objective compares; None for the supervised loss.
             only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
             taught: compute the loss of a distillation, not the supervised one.
+            top_tokens: what the teacher predicts, if it was recorded.
             of_teacher: compute the supervised loss of the teacher, for the probe.
             per_label: return the log-probability `[labels]` of each label in place of the loss.
             request: prompts to answer; then nothing else is computed, and the answers are returned.
@@ -182,7 +185,7 @@ class LossModule(nn.Module):
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
             if taught:
-                loss, metrics = self._taught(batch, picked)
+                loss, metrics = self._taught(batch, picked, top_tokens)
             elif score is None:
                 loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
             else:
@@ -227,14 +230,20 @@ class LossModule(nn.Module):
         """The output head, with what `picked` returned."""
         return Head(picked, self.base.get_output_embeddings() if self.chunked else None, self.rule)
 
-    def _taught(self, batch: tuple[Any, ...], picked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _taught(
+        self, batch: tuple[Any, ...], picked: torch.Tensor, top_tokens: TopTokens | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and metrics `[2]` of a distillation.
 
         Args:
             batch: the first five arguments of `forward`, which the teacher gets too.
             picked: input of the student's head.
+            top_tokens: what the teacher predicts, if it was recorded.
         """
         student, want = self.head(picked), torch.is_grad_enabled()
+        if top_tokens is not None:
+            loss, metrics, gradients = compare_heads(student, top_tokens, batch[-1], self.divergence, want)
+            return attach(loss, student, gradients) if want else loss, metrics
         with torch.no_grad():  # else wrappers would gather the teacher's weights for a backward pass too
             metadata = MetadataRoute.current  # layers of the student may be recomputed in the backward pass
             loss, metrics, gradients = self.teacher(*batch, student=student, want_gradients=want)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
-from trainers.data.layout import AttentionMetadata, DocumentLayout
-from trainers.objectives.distillation import Divergence, Gradients, Head, compare_heads
+from trainers.data.layout import AttentionMetadata, DocumentLayout, TopTokens
+from trainers.objectives.distillation import Divergence, Gradients, Head, classes_of, compare_heads
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.sft import LOGITS_PER_CHUNK
 
 
 class Frozen(LossModule):
@@ -31,6 +34,39 @@ class Frozen(LossModule):
     def train(self, mode: bool = True) -> Frozen:
         """Stays in evaluation mode, whatever the module around it does."""
         return super().train(False)
+
+    def head_input(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: DocumentLayout | None,
+        positions: torch.Tensor,
+    ) -> Head:  # fmt: skip
+        """The output head with its input at `positions`; the arguments are those of `LossModule.forward`."""
+        half = self.compute != torch.float32
+        with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
+            with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
+                output = self.output(self.inputs(input_ids, position_ids, documents, more))
+            return self.head(self.picked(output, positions))
+
+    @torch.no_grad()
+    def top_tokens(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: DocumentLayout | None,
+        positions: torch.Tensor, top_k: int, temperature: float, vocab_size: int,
+    ) -> Iterator[TopTokens]:  # fmt: skip
+        """The most likely tokens at `positions`, in chunks of these.
+
+        Args:
+            input_ids, position_ids, documents, positions: see `LossModule.forward`.
+            top_k: number of tokens.
+            temperature: divides the logits.
+            vocab_size: tokens among which they are; the head may have more rows.
+        """
+        head = self.head_input(input_ids, position_ids, documents, positions).narrowed(vocab_size)
+        size = max(64, LOGITS_PER_CHUNK // (2 * vocab_size))
+        for start in range(0, len(positions), size):
+            logits, _ = head.logits(slice(start, start + size))
+            log_probs = functional.log_softmax(logits / temperature, -1)
+            ids = log_probs.topk(top_k, -1).indices
+            classes, _ = classes_of(log_probs, ids)
+            yield TopTokens(ids, classes, vocab_size)
 
 
 class InitialModel(Frozen):
@@ -65,7 +101,7 @@ class Teacher(Frozen):
 
     def __init__(self, model: nn.Module, compute: torch.dtype, divergence: Divergence):
         super().__init__(model, compute)
-        self.divergence = divergence
+        self.divergence: Divergence = divergence
 
     def forward(self, *args: Any, student: Head | None = None, want_gradients: bool = False, **kwargs: Any) -> Any:
         """The teacher's own supervised loss, for the probe; with a `student`, what `compare` returns."""
@@ -94,10 +130,6 @@ class Teacher(Frozen):
             positions: `[trained]`.
             labels: `[trained]`.
         """
-        half = self.compute != torch.float32
-        with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
-            with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
-                output = self.output(self.inputs(input_ids, position_ids, documents, more))
-            picked = self.picked(output, positions)
+        head = self.head_input(input_ids, position_ids, documents, positions)
         with torch.autocast(input_ids.device.type, enabled=False):
-            return compare_heads(student, self.head(picked), labels, self.divergence, want_gradients)
+            return compare_heads(student, head, labels, self.divergence, want_gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from filelock import FileLock
@@ -20,6 +21,9 @@ def teacher_version(config: TrainConfig) -> dict[str, str]:
 
     `{"the initial model": DIGEST}` if a copy of that is compared with, which a resumed run loads again.
     """
+    if config.objective_spec.teacher and config.teacher_log_probs is not None:
+        recorded = Path(config.teacher_log_probs)
+        return {"the recorded teacher": files_digest(sorted(recorded.iterdir()))} if recorded.is_dir() else {}
     frozen = frozen_config(config)
     if frozen is None:
         return {}
@@ -30,12 +34,17 @@ def teacher_version(config: TrainConfig) -> dict[str, str]:
 
 
 def teacher_digest(folder: Path) -> str:
-    """First 16 hex digits of a sha256 over config and weights of a model, which are read once per state of the files.
+    """The digest of config and weights of the model in a folder."""
+    return files_digest(sorted([folder / "config.json", *folder.glob("*.safetensors*")]))
+
+
+def files_digest(paths: Sequence[Path]) -> str:
+    """First 16 hex digits of a sha256 over the contents of files, which are read once per state of the files.
 
     Args:
-        folder: the folder of the model.
+        paths: the files; others than regular ones are left out.
     """
-    files = [path.resolve() for path in sorted([folder / "config.json", *folder.glob("*.safetensors*")])]
+    files = [path.resolve() for path in paths]
     states = [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files if path.is_file()]
     known: Path | None = None
     with contextlib.suppress(RuntimeError, OSError):  # no home folder is known, or it cannot be written

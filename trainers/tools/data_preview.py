@@ -210,7 +210,8 @@ class Preview:
     def training_rows(self) -> Rows:
         """The rows of the batches: packed, or one document each."""
         if self._packed is None:
-            self._packed = make_rows(self.config, self.tokens())
+            unrecorded = self.config.model_copy(update={"teacher_log_probs": None})  # which may be of other data
+            self._packed = make_rows(unrecorded, self.tokens())
         return self._packed
 
     def packed(self, index: int) -> dict[str, Any]:

@@ -161,9 +161,7 @@ def _small_teacher(config: TrainConfig, teacher: Any) -> Teacher:
         teacher: Transformers config of the teacher.
     """
     model = empty_model(teacher_config(config), teacher, layers=_few(teacher.get_text_config())[0])
-    options = config.objective_options()
-    del options["teacher"]
-    return Teacher(model, compute_dtype(config), Divergence(**options))
+    return Teacher(model, compute_dtype(config), Divergence.of(config.objective_options()))
 
 
 def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, teacher: Any = None) -> Peaks:

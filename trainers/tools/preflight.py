@@ -24,8 +24,9 @@ from trainers.data.batches import Rows, TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.padding import check_last_tokens
-from trainers.data.prepare import TokenSet, cache_dir, prepare, report_lines
+from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
 from trainers.data.rollouts import check_prompts
+from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.run.compatibility import checkpoint_to_resume, versions
@@ -80,7 +81,7 @@ def check(
     )
     if mistakes:
         raise ConfigError(mistakes)
-    if config.objective_spec.teacher:
+    if config.objective_spec.teacher and config.teacher is not None:
         _check_teacher(config)
     refuse_adapter_start(config)
     folder = base_folder(config)
@@ -94,6 +95,8 @@ def check(
     scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     check_last_tokens(config, [train, evaluation])
+    if config.teacher_log_probs is not None:
+        check_teacher_file(config, [("train", train), ("eval", evaluation)], model["vocab_size"])
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
@@ -125,17 +128,26 @@ def plan_training(
         raise ConfigError([*train.report.dropped_note(), *error.mistakes]) from None
 
 
-def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = FULL_SEQUENCE) -> Rows:
-    """Rows of the data: packed, or one example each."""
+def make_rows(
+    config: TrainConfig, documents: TokenSet, shard: SequenceShard = FULL_SEQUENCE, split: Split = "train"
+) -> Rows:
+    """Rows of the data: packed, or one example each.
+
+    Raises:
+        ConfigError: if a prompt leaves no room for an answer, or the recorded predictions of a teacher do not fit.
+    """
     fixed = config.torch_compile and config.packing  # one shape, one compiled graph
     spec, layout = config.objective_spec, (config.row_tokens, config.packing, fixed, shard, config.objective_spec)
     if spec.samples:  # a row is a prompt; its answers are packed once they are sampled
         check_prompts(config, documents)
         return Rows(documents, config.row_tokens, packing=False, shard=shard, objective=spec)
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
+    recorded = spec.teacher and config.teacher_log_probs is not None
+    teacher = open_teacher_file(config, split, documents) if recorded else None
     return Rows(
-        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _margins(spec, documents)
-    )
+        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _margins(spec, documents),
+        teacher,
+    )  # fmt: skip
 
 
 def _margins(spec: ObjectiveSpec, documents: TokenSet) -> np.ndarray | None:

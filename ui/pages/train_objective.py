@@ -14,6 +14,7 @@ from ui.parts import Html, element, join, note
 
 _PLACEHOLDERS = {
     "teacher": "Hub id, folder or run",
+    "teacher_log_probs": "Folder of tunesmith record",
     "reward_weights": "1 each",
     "reward_schema": "schema.json",
     "epsilon_high": "the same",

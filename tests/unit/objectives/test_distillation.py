@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional
 from trl.experimental.gkd import GKDTrainer
 
+from trainers.data.layout import TopTokens
 from trainers.objectives import distillation
 from trainers.objectives.distillation import Divergence, Head, attach, compare_heads
 from trainers.objectives.output_head import HeadRule
@@ -119,6 +120,35 @@ def test_the_loss_is_that_of_trl(loss_type: str, beta: float) -> None:
     }
     assert ours.item() == pytest.approx(theirs[beta].item(), rel=1e-12)
     assert ours.item() != pytest.approx(theirs[0.5].item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(("loss_type", "temperature"), list(product(LOSS_TYPES, (1.0, 2.5))))
+def test_recorded_tokens_and_all_others_are_classes(loss_type: str, temperature: float) -> None:
+    """The formula of their probabilities, and of all tokens as a control."""
+    case, options = Case(bias=True), {"jsd_beta": 0.3, "distill_temperature": temperature, "nll_weight": 0.4}
+
+    def classes(logits: torch.Tensor) -> torch.Tensor:
+        likely = torch.softmax(logits / temperature, -1).gather(1, ids)
+        return torch.cat([likely, 1 - likely.sum(-1, keepdim=True)], -1)
+
+    expected = case.other_rule(case.other(case.other_hidden)).detach()
+    ids = expected.topk(3, -1).indices
+    top = TopTokens(ids, classes(expected).log(), VOCABULARY)
+    student, divergence = Head(case.hidden, case.layer, case.rule), Divergence(loss_type, **options)
+    loss, metrics, gradients = compare_heads(student, top, case.labels, divergence, want_gradients=True)
+    logits = case.rule(case.layer(case.hidden))
+    # At temperature 1, logarithms of probabilities are logits.
+    compared = {**options, "distill_temperature": 1.0, "nll_weight": 0.0}
+    zeros = torch.zeros_like(case.labels)
+    of_classes = formula(classes(logits).log(), top.log_probs, zeros, loss_type, **compared)
+    nll = 0.4 * functional.cross_entropy(logits, case.labels, reduction="sum")
+    ours = case._with_gradients(attach(loss, student, gradients))
+    assert same(ours, case._with_gradients(of_classes + nll))
+    assert not same(ours, case.wanted(loss_type, **options))
+    _, metrics, _ = compare_heads(student, top, case.labels, divergence, want_gradients=False)
+    kl = formula(classes(logits).log(), top.log_probs, zeros, "forward_kl", **compared)
+    assert metrics[0].item() == pytest.approx(kl.item())
+    assert metrics[1].item() == (logits.argmax(-1) == case.labels).sum()
 
 
 def test_metrics_are_counted_without_gradients() -> None:
