@@ -76,7 +76,8 @@ def test_distill_needs_a_teacher_and_others_ignore_it() -> None:
     config = build({**DATA, "teacher": "embedded", "jsd_beta": 0.3, "loss_type": "jsd"})
     assert not ignored_choices(config)
     assert config.objective_options() == {
-        "loss_type": "jsd", "teacher": "embedded", "teacher_log_probs": None, "jsd_beta": 0.3, "distill_temperature": 1.0, "nll_weight": 0.0,
+        "loss_type": "jsd", "teacher": "embedded", "teacher_log_probs": None, "jsd_beta": 0.3,
+        "distill_temperature": 1.0, "nll_weight": 0.0,
     }  # fmt: skip
     with pytest.raises(ConfigError, match="loss_type=sigmoid with objective=distill; use forward_kl"):
         build({**DATA, "teacher": "embedded", "loss_type": "sigmoid"})
