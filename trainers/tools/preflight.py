@@ -134,13 +134,14 @@ def make_rows(config: TrainConfig, documents: TokenSet, shard: SequenceShard = F
         return Rows(documents, config.row_tokens, packing=False, shard=shard, objective=spec)
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
     return Rows(
-        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _margins(spec, documents)
+        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _columns(spec, documents)
     )
 
 
-def _margins(spec: ObjectiveSpec, documents: TokenSet) -> np.ndarray | None:
-    """The margins of the data, if the objective reads them and there are any."""
-    return documents.margin if spec.margins and not np.isnan(documents.margin).all() else None
+def _columns(spec: ObjectiveSpec, documents: TokenSet) -> dict[str, np.ndarray]:
+    """The numeric columns that the objective reads, without optional ones that the data lacks."""
+    columns = dict(zip(spec.columns, documents.numbers.T, strict=True))
+    return {name: numbers for name, numbers in columns.items() if not np.isnan(numbers).all()}
 
 
 def describe_plan(plan: TrainPlan) -> str:
