@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trainers.data.report import Report
 from trainers.data.tokenise import ARRAYS, TokenizeTask
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 6  # of the tokens, which checkpoints refer to; a folder that lacks an array is made anew
 _BLOCK = 4 << 20  # bytes per checksum
 _CHECKED_BLOCKS = 256  # of each array; of a larger array, this many blocks are checked, evenly spaced
 _META = "meta.json"
