@@ -20,7 +20,7 @@ import numpy as np
 
 from app.runs.rank_curves import RankTable
 from app.runs.safe_read import read_span, stamp
-from trainers.config.objectives import OBJECTIVES, SAMPLED, evaluation_metrics
+from trainers.config.objectives import MOST_NAMES, OBJECTIVES, SAMPLED, evaluation_metrics, is_free_metric
 from trainers.run.folder import RunFolder
 
 BY_RANK = ("memory_reserved_gib", "host_memory_gib", "gpu_percent", "gpu_power_w")
@@ -53,17 +53,36 @@ Values = dict[str, Any]
 
 
 class _Table:
-    """The numbers of one kind of row (training or evaluation), as columns."""
+    """The numbers of one kind of row (training or evaluation), as columns.
 
-    def __init__(self, columns: tuple[str, ...]):
+    `own` are the metrics that an objective in a file of the user's names, without the prefix of their column.
+    """
+
+    def __init__(self, columns: tuple[str, ...], prefix: str = ""):
         self.columns = {name: array("d") for name in columns}
         self.steps, self.attempts = array("q"), array("q")
+        self.own, self.prefix = list[str](), prefix
 
     def add(self, step: int, attempt: int, row: dict[str, Any]) -> None:
+        self._add_own(row)
         self.steps.append(step)
         self.attempts.append(attempt)
         for name, column in self.columns.items():
             column.append(_finite(row.get(name)))
+
+    def _add_own(self, row: dict[str, Any]) -> None:
+        """Begins a column for each number under a name that is free for a metric of the user's."""
+        for key, value in row.items() if len(self.own) < MOST_NAMES else ():
+            name = key.removeprefix(self.prefix)
+            if key in self.columns or not key.startswith(self.prefix) or not is_free_metric(name):
+                continue
+            if len(self.own) < MOST_NAMES and math.isfinite(_finite(value)):
+                self.own.append(name)
+                self.columns[key] = array("d", [math.nan]) * len(self.steps)
+
+    def names(self) -> tuple[str, ...]:
+        """Names of the metrics, without the axes."""
+        return tuple(name for name in self.columns if name not in AXES)
 
 
 def _finite(value: Any) -> float:
@@ -94,7 +113,7 @@ class _MetricsFile:
     offset: int = 0
     more: bool = False
     train: _Table = field(default_factory=lambda: _Table((*TRAIN, *AXES)))
-    evals: _Table = field(default_factory=lambda: _Table(EVAL))
+    evals: _Table = field(default_factory=lambda: _Table(EVAL, "eval_"))
     ranks: RankTable = field(default_factory=RankTable)
     first_steps: dict[int, int] = field(default_factory=dict)
     """First step that each attempt logged."""
@@ -267,7 +286,8 @@ class Curves:
         Returns:
             `token`; `rows` read so far, and `more` where some are unread; `same: true` and nothing else when the caller
             is up to date. `width` of a point in steps; `attempts` (attempt and its first step); `checkpoints` (their
-            steps). `full`: whether all points follow; otherwise those from step `cut` on, which replace the caller's.
+            steps); `own` (metrics of an objective in a file of the user's, without `eval_`). `full`: whether all points
+            follow; otherwise those from step `cut` on, which replace the caller's.
             `train` and `eval`: lists `step`, `tokens`, `elapsed_s`, and for each metric `mean` (over the steps of a
             point) and, where a point covers several steps, `min` and `max`. `replaced`: a list of `{attempt, step,
             loss}`.
@@ -308,8 +328,9 @@ def _view(file: _MetricsFile, since: str) -> Values:
         "checkpoints": list(file.saved_steps)[-MAX_CHECKPOINTS:],
         "full": known_generation != generation,
         "cut": start,
-        "train": _downsample(_from_step(train, start), width, TRAIN),
-        "eval": _downsample(_with_axes(_from_step(evals, start), train), width, EVAL),
+        "own": list(dict.fromkeys((*file.train.own, *file.evals.own))),
+        "train": _downsample(_from_step(train, start), width, file.train.names()),
+        "eval": _downsample(_with_axes(_from_step(evals, start), train), width, file.evals.names()),
     }
     if known_generation != generation:
         answer["replaced"] = _replaced_losses(replaced)

@@ -273,6 +273,25 @@ def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None
     expect(page.locator(".u-wrap[aria-label^='Loss: train, as logged']")).to_be_visible()
 
 
+def test_a_metric_of_the_users_own_objective_has_a_chart(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "own-metric", minutes=400)
+    rows = [{"step": step, "loss": 2.0, "tokens": step, "elapsed_s": step, "gap": step / 4} for step in range(1, 5)]
+    rows += [{"step": 4, "eval_loss": 2.0, "eval_gap": 0.75}]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    page = new_page("/run?run=own-metric")
+    legend = page.locator("figure:has(figcaption:text-is('gap')) .u-legend")
+    expect(legend).to_contain_text("train")
+    expect(legend).to_contain_text("evaluation")
+    with run.metrics.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": 5, "loss": 2.0, "tokens": 5, "elapsed_s": 5, "gap": 1.25, "spread": 3}) + "\n")
+    expect(page.locator("figcaption:text-is('spread')")).to_be_visible()
+    expect(page.locator("figcaption:text-is('gap')")).to_have_count(1)
+    other = new_page("/run?run=done-run")
+    expect(other.locator("figcaption:text-is('Loss')")).to_be_visible()
+    expect(other.locator("figcaption:text-is('gap')")).to_have_count(0)  # control
+    shutil.rmtree(run.path)
+
+
 def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
     memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory, GiB')"))

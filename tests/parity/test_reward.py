@@ -87,8 +87,7 @@ def plain_reward(settings: TrainConfig, wrong: str = "") -> plain.Curve:
         losses = []
         for pair in members.reshape(-1, 2).tolist():
             chosen, rejected = (score(model, plan.rows.documents.document(member)[0], wrong) for member in pair)
-            assert plan.rows.margins is not None
-            margin = 0.0 if wrong == "margin" else float(plan.rows.margins[pair[0]])
+            margin = 0.0 if wrong == "margin" else float(plan.rows.columns["margin"][pair[0]])
             difference = rejected - chosen if wrong == "labels" else chosen - rejected
             losses.append(-functional.logsigmoid(difference - margin) + CENTERING * (chosen + rejected) ** 2)
         return torch.stack(losses).mean()
@@ -220,13 +219,12 @@ def trl_rows() -> list[dict[str, Any]]:
     """Our pairs in the order of the steps, as TRL's columns of token ids."""
     settings = config("full", False, **reward_options())
     plan = plan_training(settings, prepare(settings, "train"), 1)
-    assert plan.rows.margins is not None
-    rows = []
+    margins, rows = plan.rows.columns["margin"], []
     for step in range(STEPS):
         assert len(plan.rows_of(step)) == settings.global_batch_size, "a last batch that is smaller"
         for pair in plan.rows.members_of(plan.rows_of(step)).reshape(-1, 2).tolist():
             chosen, rejected = (plan.rows.documents.document(member)[0].tolist() for member in pair)
-            rows.append({"chosen_ids": chosen, "rejected_ids": rejected, "margin": float(plan.rows.margins[pair[0]])})
+            rows.append({"chosen_ids": chosen, "rejected_ids": rejected, "margin": float(margins[pair[0]])})
     return rows
 
 

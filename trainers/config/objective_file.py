@@ -3,9 +3,13 @@
 What a page or a check must know of such an objective is a literal in its class, which is read from the source:
 
     class Margin(PairLoss):
-        spec = {"like": "dpo", "summary": "Wants a margin between the answers."}
+        spec = {
+            "like": "dpo", "summary": "Wants a margin between the answers.",
+            "columns": ["weight"], "metrics": ["gap"],
+        }
 
-`like` names the objective whose data, reference, options and metrics it has. Only the ranks of a run import the file
+`like` names the objective whose data, reference, options and metrics it has, `columns` numeric columns of the data
+that its loss gets too, and `metrics` what it reports too. Only the ranks of a run import the file
 (`trainers/objectives/objective.py`).
 """
 
@@ -21,12 +25,22 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
+from trainers.config.objectives import (
+    COLUMN_ROLES,
+    MEDIA,
+    MOST_NAMES,
+    OBJECTIVES,
+    ObjectiveSpec,
+    is_free_metric,
+    is_name,
+)
 
 _PATTERN = re.compile(r"(.+\.py):([A-Za-z_]\w*)")
 _MOST_BYTES = 1 << 20
 _LIKE = [name for name, spec in OBJECTIVES.items() if spec.loss_of == "documents" and not spec.samples]
 _EXAMPLE = 'such as spec = {"like": "dpo"}'
+_NAMES = {"columns": 'such as "columns": ["weight"]', "metrics": 'such as "metrics": ["gap"]'}
+_KEYS = ("like", "summary", *_NAMES)
 
 
 def split_objective(objective: str) -> tuple[Path, str] | None:
@@ -101,15 +115,56 @@ def _spec_in(objective: str, source: bytes) -> ObjectiveSpec:
     if name not in classes:
         raise _refusal(objective, f"has no class {name}", f"its classes are {', '.join(classes) or 'none'}")
     values = _literal(objective, classes[name])
-    if unknown := [key for key in values if key not in ("like", "summary")]:
-        raise _refusal(objective, f"has a spec with {unknown[0]!r}, which is no key of it", "use like and summary")
-    like, summary = values.get("like"), values.get("summary", f"Like {values.get('like')}.")
+    if unknown := [key for key in values if key not in _KEYS]:
+        raise _refusal(
+            objective, f"has a spec with {_quoted(unknown[0])}, which is no key of it", f"use {', '.join(_KEYS)}"
+        )
+    like = values.get("like")
     if like not in _LIKE:
-        raise _refusal(objective, f"has a spec with like={like!r}", f"use one of {', '.join(_LIKE)}")
+        raise _refusal(objective, f"has a spec with like={_quoted(like)}", f"use one of {', '.join(_LIKE)}")
+    summary = values.get("summary", f"Like {like}.")
     if not isinstance(summary, str) or not summary.isprintable() or not 0 < len(summary) <= 200:
         raise _refusal(objective, "has a spec whose summary is not one line of text", "write one sentence")
+    base, columns, metrics = OBJECTIVES[like], _columns(objective, values), _metrics(objective, values)
     more: dict[str, Any] = {"loss_types": (), "variants": {}, "source": ""}
-    return replace(OBJECTIVES[like], name=objective, label=name, title=name, summary=summary, **more)
+    more |= {"columns": tuple(dict.fromkeys((*base.columns, *columns))), "metrics": (*base.metrics, *metrics)}
+    more |= {"optional_columns": tuple(column for column in base.optional_columns if column not in columns)}
+    return replace(base, name=objective, label=name, title=name, summary=summary, **more)
+
+
+def _columns(objective: str, values: dict[Any, Any]) -> list[str]:
+    """The numeric columns that a spec names."""
+    columns = _names(objective, values, "columns")
+    for column in columns:
+        if column in (*COLUMN_ROLES, *MEDIA):
+            raise _refusal(objective, f"has a spec with the column {column!r}, which row formats have", "rename it")
+    return columns
+
+
+def _metrics(objective: str, values: dict[Any, Any]) -> tuple[str, ...]:
+    """The metrics that a spec names."""
+    metrics = _names(objective, values, "metrics")
+    for metric in metrics:
+        if not is_free_metric(metric):
+            remedy = "rename it; eval_, reward_ at the start and _by_rank at the end are taken too"
+            raise _refusal(
+                objective, f"has a spec with the metric {metric!r}, a name that rows of metrics have", remedy
+            )
+    return tuple(metrics)
+
+
+def _names(objective: str, values: dict[Any, Any], key: str) -> list[str]:
+    """The list of names under a key of a spec."""
+    names = values.get(key, [])
+    if not isinstance(names, list | tuple) or len(names) > MOST_NAMES:
+        raise _refusal(objective, f"has a spec whose {key} are no list of at most {MOST_NAMES} names", _NAMES[key])
+    for name in names:
+        if not is_name(name):
+            remedy = "use letters, digits and underscores, 40 at most"
+            raise _refusal(objective, f"has a spec with {_quoted(name)} among its {key}, which is no name", remedy)
+    if len({*names}) < len(names):
+        raise _refusal(objective, f"has a spec that names one of its {key} twice", _NAMES[key])
+    return list(names)
 
 
 def _literal(objective: str, node: ast.ClassDef) -> dict[Any, Any]:
@@ -128,9 +183,18 @@ def _literal(objective: str, node: ast.ClassDef) -> dict[Any, Any]:
         raise _refusal(
             objective, "has a spec that is no literal; it is read without running the file", _EXAMPLE
         ) from None
-    if not isinstance(value, dict) or not all(isinstance(entry, str) for entry in (*value, *value.values())):
-        raise _refusal(objective, "has a spec that is not a dict of texts", _EXAMPLE)
+    if not isinstance(value, dict):
+        raise _refusal(objective, "has a spec that is not a dict", _EXAMPLE)
     return value
+
+
+def _quoted(value: Any) -> str:
+    """A value of a spec, as far as a line of an error has room for it."""
+    try:
+        text = repr(value)
+    except ValueError:  # of more digits than Python writes
+        text = "a number"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _refusal(objective: str, problem: str, remedy: str) -> ConfigError:

@@ -23,6 +23,13 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
     PREFERENCE: ("chosen", "rejected"),
 }
 """The columns that each row format needs; a labelled row also needs its answer, in one of several columns."""
+COLUMN_ROLES = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
+    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected", "label",
+)  # fmt: skip
+"""Every column that some row format reads."""
+MEDIA = ("images", "image", "audio", "audios", "video", "videos")
+"""Columns whose content is refused, as only text can be trained on."""
 _REWARDS = ("reward_accuracy", "reward_margin", "reward_chosen", "reward_rejected")
 _LABELLED_REWARDS = ("reward_accuracy", "reward_margin", "reward_desirable", "reward_undesirable")
 
@@ -47,7 +54,8 @@ class ObjectiveSpec:
         loss_types: Values of `loss_type` that it takes, the first by default; empty if it has one loss.
         scalar_head: Whether it trains a head with one output on the last token of each document, in place of the
             probabilities of tokens.
-        margins: Whether its examples may have a margin, a number in the column `margin`.
+        columns: Numeric columns that its loss reads: one number for each example.
+        optional_columns: Those of them that the data may be without, but not some of its rows.
         reference: Whether it compares with the log-probabilities of the initial model.
         teacher: Whether it compares with the distributions of another model, which the option `teacher` names.
         labelled: Whether each example has a label: desirable or not.
@@ -71,7 +79,8 @@ class ObjectiveSpec:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     loss_types: tuple[str, ...] = ()
     scalar_head: bool = False
-    margins: bool = False
+    columns: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
     reference: bool = False
     teacher: bool = False
     labelled: bool = False
@@ -159,7 +168,8 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
             "reward", "Reward", "Reward model",
             "Learn from pairs to give the chosen answer a higher score than the rejected one.",
             "https://arxiv.org/abs/2203.02155",
-            defaults={"center_rewards_coefficient": 0.0}, scalar_head=True, margins=True,
+            defaults={"center_rewards_coefficient": 0.0}, scalar_head=True,
+            columns=("margin",), optional_columns=("margin",),
         ),
         ObjectiveSpec(
             "grpo", "GRPO", "Group relative policy optimization",
@@ -187,6 +197,29 @@ SAMPLED = ("reward", "reward_std", "equal_groups", "answer_tokens", "truncated",
 LOSS_TYPES = tuple(dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.loss_types))
 HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy", "eval_reward")
 """Metrics besides the loss by which the best checkpoint can be chosen; of these more is better, of the loss less."""
+
+_ROW_KEYS = {
+    "step", "attempt", "epoch", "loss", "grad_norm", "learning_rate", "tokens_per_second", "trained_tokens_per_second",
+    "mfu", "data_wait", "memory_gib", "memory_reserved_gib", "host_memory_gib", "gpu_percent", "gpu_power_w", "tokens",
+    "elapsed_s", "recent_tokens_per_second", "eta_s", "slow_ranks", "skipped", "bubble", "aux_loss", "checkpoint_bytes",
+    "checkpoint_write_s", "checkpoint_stall_s", "perplexity", *SAMPLED,
+    *(name for spec in OBJECTIVES.values() for name in spec.metrics),
+}  # fmt: skip
+"""Keys of rows of `metrics.jsonl`, besides those with the affixes below."""
+MOST_NAMES = 8
+"""Most columns, and most metrics, of an objective in a file of one's own."""
+
+
+def is_name(text: object) -> bool:
+    """Whether a text can name a column or a metric: an identifier of at most 40 ASCII letters."""
+    return isinstance(text, str) and len(text) <= 40 and text.isascii() and text.isidentifier()
+
+
+def is_free_metric(name: str) -> bool:
+    """Whether a metric of one's own may have this name, in whatever case: no other value of a row of metrics has it."""
+    key = name.lower()
+    taken = key in _ROW_KEYS or key.startswith(("eval_", "reward_")) or key.endswith("_by_rank")
+    return not taken and is_name(name)
 
 
 def evaluation_metrics(spec: ObjectiveSpec) -> tuple[str, ...]:

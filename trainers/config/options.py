@@ -32,10 +32,6 @@ from trainers.config.option_types import (
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
 """Default date passed to chat templates: the one that Llama's templates fall back to."""
-COLUMN_ROLES = (
-    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
-    "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected", "label", "margin",
-)  # fmt: skip
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
 LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS, "min_machines")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import HIGHER_IS_BETTER, OWN_OPTIONS, evaluation_metrics
-from trainers.config.options import COLUMN_ROLES, EMBEDDED, TRACKERS, TrainConfig, unknown_option
+from trainers.config.objectives import COLUMN_ROLES, HIGHER_IS_BETTER, OBJECTIVES, OWN_OPTIONS, evaluation_metrics
+from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
 from trainers.config.reward_file import reward_mistakes
 
 MISSING = "is missing"
@@ -111,17 +111,28 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
          ""),
     ]  # fmt: skip
-    roles = [f"columns.{role}" for role in COLUMN_ROLES]
     return [
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
         *_objective_conflicts(config),
-        *(unknown_option(f"columns.{role}", roles) for role in config.columns if role not in COLUMN_ROLES),
+        *_unknown_columns(config),
         *(
             Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
             for name in config.report_to
             if name not in TRACKERS
         ),
     ]
+
+
+def _unknown_columns(config: TrainConfig) -> Iterator[Mistake]:
+    """Yields a mistake for each role in `columns` that neither a row format nor the objective has."""
+    known = [*COLUMN_ROLES, *config.objective_spec.columns]
+    of_others = {name for spec in OBJECTIVES.values() for name in spec.columns}
+    for role, column in config.columns.items():
+        if role not in known and role in of_others:
+            problem = f"with objective={config.objective}, which does not read it"
+            yield Mistake(f"columns.{role}", column, problem, "leave it out")
+        elif role not in known:
+            yield unknown_option(f"columns.{role}", [f"columns.{name}" for name in known])
 
 
 def _objective_conflicts(config: TrainConfig) -> list[Mistake]:

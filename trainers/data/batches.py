@@ -6,10 +6,11 @@ There is no data loader state to save: any rank can compute the rows of any step
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -73,7 +74,7 @@ class Rows:
         objective: says how many documents make an example, and what the loss is divided by.
         desirable: `[documents]` bool, the label of each; None without labels.
         mismatched: rows of the mismatched documents, as many as `documents`, if the objective compares those.
-        margins: `[documents]` float32, the margin of the example of each; None without margins.
+        columns: `[documents]` float32 each, by name: the numeric columns of the example of each document.
         teacher: what a teacher predicts, if it was recorded.
 
     `reference`, once set, holds the log-probability `[documents]` of each document under the initial model.
@@ -83,14 +84,14 @@ class Rows:
         self, documents: Documents, max_length: int, packing: bool, fixed_length: bool = False,
         shard: SequenceShard = FULL_SEQUENCE, objective: ObjectiveSpec = OBJECTIVES["sft"],
         desirable: np.ndarray | None = None, mismatched: Rows | None = None,
-        margins: np.ndarray | None = None, teacher: TeacherFile | None = None,
+        columns: Mapping[str, np.ndarray] = MappingProxyType({}), teacher: TeacherFile | None = None,
     ):  # fmt: skip
         self.documents = documents
         self.max_length = max_length
         self.packing = packing
         self.shard = shard
         self.objective = objective
-        self.desirable, self.mismatched, self.margins = desirable, mismatched, margins
+        self.desirable, self.mismatched, self.columns = desirable, mismatched, columns
         self.teacher = teacher
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
@@ -226,9 +227,9 @@ class Rows:
         reference = None if self.reference is None else torch.from_numpy(self.reference[numbers])
         tokens = torch.from_numpy(self.documents.trained[numbers].astype(np.float32))
         desirable = None if self.desirable is None else torch.from_numpy(self.desirable[numbers])
-        margins = None if self.margins is None else torch.from_numpy(self.margins[numbers])
+        columns = {name: torch.from_numpy(values[numbers]) for name, values in self.columns.items()}
         labels = torch.from_numpy(of_label)
-        scored = ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, margins=margins)
+        scored = ScoredDocuments(labels, tokens, reference, scales, numbers, desirable, columns=columns)
         if not isinstance(self.documents, Rollouts):
             return scored
         rollouts = self.documents

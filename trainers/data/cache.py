@@ -17,7 +17,7 @@ import numpy.typing as npt
 from trainers.data.report import Report
 from trainers.data.tokenise import ARRAYS, TokenizeTask
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 6  # of the tokens, which checkpoints refer to; a folder that lacks an array is made anew
 _BLOCK = 4 << 20  # bytes per checksum
 _CHECKED_BLOCKS = 256  # of each array; of a larger array, this many blocks are checked, evenly spaced
 _META = "meta.json"
@@ -34,7 +34,8 @@ class TokenSet:
         lengths: `[documents]` int64, tokens of each.
         trained: `[documents]` int64, trained tokens of each.
         desirable: `[documents]` bool, the label of each; True for data without labels.
-        margin: `[documents]` float32, the margin of the example of each; not a number without one.
+        numbers: `[documents, columns]` float32, the numeric columns of the example of each, in the order of
+            `ObjectiveSpec.columns`; not a number where the data lacks an optional one.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
@@ -46,7 +47,7 @@ class TokenSet:
         self.lengths: npt.NDArray[np.int64] = arrays["lengths"]
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self.desirable: npt.NDArray[np.bool_] = arrays["desirable"]
-        self.margin: npt.NDArray[np.float32] = arrays["margin"]
+        self.numbers: npt.NDArray[np.float32] = arrays["numbers"].reshape(len(self.lengths), -1)
         self._input_ids = arrays["input_ids"]
         self._mask = arrays["mask"]
         self._files = arrays["files"]
@@ -110,6 +111,8 @@ class TokenSet:
 
 def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Memory-maps a file as a plain array: slicing a `np.memmap` itself costs ten times as much."""
+    if path.stat().st_size == 0:  # cannot be mapped
+        return np.empty(0, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r")).view(np.ndarray)
 
 

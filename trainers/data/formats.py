@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import FORMAT_COLUMNS, LABELLED, OBJECTIVES, PREFERENCE, SFT_FORMATS
-from trainers.config.options import COLUMN_ROLES
-from trainers.data.messages import (
+from trainers.config.objectives import (
+    COLUMN_ROLES,
+    FORMAT_COLUMNS,
+    LABELLED,
     MEDIA,
+    OBJECTIVES,
+    PREFERENCE,
+    SFT_FORMATS,
+)
+from trainers.data.messages import (
     Fields,
     Message,
     RowError,
@@ -33,7 +39,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have besid
     "prompt_completion": OF_CHATS,
     "alpaca": ("input", "system", "history"),
     "text": (),
-    PREFERENCE: ("prompt", "messages", "conversations", "margin", *OF_CHATS),
+    PREFERENCE: ("prompt", "messages", "conversations", *OF_CHATS),
 }
 SHAREGPT_ROLES = {
     "human": "user",
@@ -65,7 +71,7 @@ class Document:
         completion: Text that is trained; plain text is a completion without a prompt.
         left_out: Indices of further assistant messages that are not trained.
         desirable: The label, of an example that has one.
-        margin: By how much the score of the chosen document of its pair is to exceed the other, if the pair says so.
+        numbers: The numeric columns that the objective reads, in its order; None where the example has none.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
@@ -77,7 +83,7 @@ class Document:
     completion: str = ""
     left_out: frozenset[int] = frozenset()
     desirable: bool = True
-    margin: float | None = None
+    numbers: tuple[float | None, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -88,18 +94,24 @@ class Document:
         return len(self.prompt) + len(self.completion) + sum(len(message["content"]) for message in self.messages)
 
 
-def recognise(names: Iterable[str], columns: Mapping[str, str], formats: Sequence[str] = SFT_FORMATS) -> str | None:
+def recognise(
+    names: Iterable[str],
+    columns: Mapping[str, str],
+    formats: Sequence[str] = SFT_FORMATS,
+    numeric: Iterable[str] = (),
+) -> str | None:
     """The format whose columns are all present, or None.
 
     Args:
         names: Columns of the row.
         columns: `config.columns`, the user's column for each role; only formats with these roles are considered.
         formats: The formats of the objective, in the order in which they are tried.
+        numeric: The numeric columns of the objective, which belong to no format.
     """
     have = _roles(names, columns)
     for name in formats:
         needed = FORMAT_COLUMNS[name]
-        if set(columns) <= {*needed, *OPTIONAL[name]} and have.issuperset(needed):
+        if set(columns) <= {*needed, *OPTIONAL[name], *numeric} and have.issuperset(needed):
             return name
     return None
 
@@ -128,9 +140,9 @@ def unrecognised(
     return ConfigError([*mistakes, f"map yours with --columns role=column, such as prompt=question ({known})"])
 
 
-def wanted_columns(columns: Mapping[str, str]) -> list[str]:
-    """Every column that some format uses or refuses."""
-    return [*columns.values(), *(role for role in COLUMN_ROLES if role not in columns), *MEDIA]
+def wanted_columns(columns: Mapping[str, str], numeric: Iterable[str] = ()) -> list[str]:
+    """Every column that some format uses or refuses, and the numeric ones of the objective."""
+    return [*columns.values(), *(role for role in (*COLUMN_ROLES, *numeric) if role not in columns), *MEDIA]
 
 
 def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool) -> Document:
@@ -153,9 +165,11 @@ def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, st
 
 
 def values_by_role(
-    row: Mapping[str, Any], format_name: str | None, columns: Mapping[str, str]
+    row: Mapping[str, Any], format_name: str | None, columns: Mapping[str, str], numeric: Iterable[str] = ()
 ) -> tuple[dict[str, Any], Fields]:
     """The row's values by role of its format (None if it lacks an optional one), and the fields that are left.
+
+    `numeric` are columns of the objective, which are roles of every format.
 
     Raises:
         RowError: if the format is None, or the row lacks a column that it needs or holds images, audio or video.
@@ -163,7 +177,7 @@ def values_by_role(
     if format_name is None:
         raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} match no known format")
     needed = FORMAT_COLUMNS[format_name]
-    values = {role: row.get(columns.get(role, role)) for role in (*needed, *OPTIONAL[format_name])}
+    values = {role: row.get(columns.get(role, role)) for role in (*needed, *OPTIONAL[format_name], *numeric)}
     for role in needed:
         column = columns.get(role, role)
         if column not in row:

@@ -6,7 +6,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -87,7 +87,7 @@ class ScoredDocuments:
         scales: factors of the global batch.
         numbers: `[documents]` their numbers in the data set, in host memory.
         desirable: `[documents]` bool, the label of each; None without labels.
-        margins: `[documents]` fp32, the margin of the example of each; None without margins.
+        columns: `[documents]` fp32 each, by name: the numeric columns of the example of each document.
         kl: fp32 scalar, KL divergence from the initial model over the global batch; None without.
         advantages: `[documents]` fp32, how much better than others each sampled answer is; None if nothing is sampled.
         sampled: `[labels]` fp32, log-probability of each label as the sampler computed it; None as above.
@@ -104,7 +104,7 @@ class ScoredDocuments:
     numbers: np.ndarray
     desirable: torch.Tensor | None = None
     kl: torch.Tensor | None = None
-    margins: torch.Tensor | None = None
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
     advantages: torch.Tensor | None = None
     sampled: torch.Tensor | None = None
     old: torch.Tensor | None = None
@@ -113,11 +113,12 @@ class ScoredDocuments:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
-        names = ("of_label", "tokens", "reference", "desirable", "kl", "margins", "advantages", "sampled", "old")
+        names = ("of_label", "tokens", "reference", "desirable", "kl", "advantages", "sampled", "old")
         tensors = {name: getattr(self, name) for name in names}
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
                  if tensor is not None}  # fmt: skip
-        return replace(self, **moved)
+        columns = {name: numbers.to(device, non_blocking=non_blocking) for name, numbers in self.columns.items()}
+        return replace(self, columns=columns, **moved)
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainers.config.objectives import MEDIA
 from trainers.config.strict_json import STRICT, DuplicateKey
 from trainers.data.shards import BadRow
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message; the first that is present
-MEDIA = ("images", "image", "audio", "audios", "video", "videos")
 _RENAMED = dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool")
 _WEIGHTS = ("weight", "train", "loss_mask", "loss")  # the last in ms-swift; a number there is one that was measured
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data

@@ -2,8 +2,8 @@
 
 Preferences come in the columns of TRL: `chosen` and `rejected`, each text, a message or messages, with their `prompt`
 in a column of its own or at their start. The conversation before them may also stand in `messages` or `conversations`.
-A reward model also takes the `margin` of each pair. Single answers have a column `label`, true if they are desirable:
-TRL's `prompt` and `completion`, or a conversation.
+Single answers have a column `label`, true if they are desirable: TRL's `prompt` and `completion`, or a conversation.
+An objective may read numeric columns beside these, such as the `margin` of a pair.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any
 
 from trainers.config.objectives import PREFERENCE, SFT_FORMATS
@@ -43,7 +44,7 @@ _BEFORE = ("prompt", "messages", "conversations")
 _SIDES = ("chosen", "rejected")
 _ANSWERED = ("completion", "messages", "conversations")
 _EMPTY: tuple[Any, ...] = (None, "", [])
-_LARGEST_MARGIN = 1e6
+_LARGEST_NUMBER = 1e6
 _ALIKE = "chosen and rejected are the same"
 _Side = tuple[list[Message], list[bool]]
 """Messages, and whether each may be trained."""
@@ -55,7 +56,7 @@ def example(
     columns: Mapping[str, str],
     chat: bool,
     formats: Sequence[str],
-    margins: bool = False,
+    numeric: Mapping[str, bool] = MappingProxyType({}),
 ) -> tuple[Document, ...]:
     """Converts a row to its documents: one, or a chosen and a rejected one.
 
@@ -65,18 +66,19 @@ def example(
         columns: `config.columns`.
         chat: Whether there is a chat template.
         formats: The formats of the objective, in the order in which they are tried.
-        margins: Whether the objective reads the margin of a pair.
+        numeric: Numeric columns that the objective reads, and whether a row may lack each.
 
     Raises:
         RowError: if the row does not fit the format.
     """
-    name = recognise(row, columns, formats) if format_name == "auto" else format_name
+    name = recognise(row, columns, formats, numeric) if format_name == "auto" else format_name
     if name in SFT_FORMATS:
         return (canonical(row, name, columns, chat),)
-    values, fields = values_by_role(row, name, columns)
-    documents = _pair(values, fields, margins) if name == PREFERENCE else (_labelled(values, fields),)
+    values, fields = values_by_role(row, name, columns, numeric)
+    numbers = tuple(_number(values[role], columns.get(role, role), optional) for role, optional in numeric.items())
+    documents = _pair(values, fields) if name == PREFERENCE else (_labelled(values, fields),)
     refuse_too_large(documents)
-    return documents
+    return tuple(replace(document, numbers=numbers) for document in documents) if numbers else documents
 
 
 def _labelled(values: dict[str, Any], fields: Fields) -> Document:
@@ -109,23 +111,22 @@ def _label(value: Any) -> bool:
     raise RowError("wrong label", f"label is {str(value)[:40]!r}, not true or false (or 1 or 0)")
 
 
-def _margin(value: Any) -> float | None:
-    """A margin as JSON and tables hold it, a number or its text."""
+def _number(value: Any, column: str, optional: bool) -> float | None:
+    """A number as JSON and tables hold it, as such or as text; None if the row has none."""
     if value is None:
-        return None
+        if optional:
+            return None
+        raise RowError("missing key", f"{column!r} is missing or null, and the objective reads it")
     try:
-        margin = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
-        margin = math.nan
-    if not abs(margin) <= _LARGEST_MARGIN:
-        raise RowError("wrong margin", f"margin is {str(value)[:40]!r}, not a number from -1e6 to 1e6")
-    return margin
+        number = math.nan
+    if not abs(number) <= _LARGEST_NUMBER:
+        raise RowError("wrong number", f"{column} is {str(value)[:40]!r}, not a number from -1e6 to 1e6")
+    return number
 
 
-def _pair(values: dict[str, Any], fields: Fields, margins: bool) -> tuple[Document, ...]:
-    margin = _margin(values["margin"]) if margins else None
-    if not margins:
-        fields.add_unused({"margin": values["margin"]})
+def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     for role in _SIDES:
         if values[role] is None:
             raise RowError("wrong type", f"{role} is null, not text or messages")
@@ -134,7 +135,7 @@ def _pair(values: dict[str, Any], fields: Fields, margins: bool) -> tuple[Docume
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
     chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
-    return replace(chosen, margin=margin), replace(rejected, desirable=False, margin=margin)
+    return chosen, replace(rejected, desirable=False)
 
 
 def _parsed(value: Any) -> Any:

@@ -60,7 +60,7 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
     """
     token_set = tokenised(config, split)
     refuse_bad(token_set.report, config)
-    refuse_missing_margins(config, token_set)
+    refuse_missing_numbers(config, token_set)
     return token_set
 
 
@@ -108,7 +108,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "limit": _limit(config, split),
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
         **({} if spec.formats == SFT_FORMATS else {"formats": spec.formats}),
-        **({"margins": True} if spec.margins else {}),
+        **({"numeric": spec.columns} if spec.columns else {}),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
@@ -190,7 +190,7 @@ def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> O
     spec = config.objective_spec
     return Options(
         config.sample_by, config.columns, config.max_length, config.overlong, chat, selection, spec.formats, spec.parts,
-        spec.margins,
+        {name: name in spec.optional_columns for name in spec.columns},
     )  # fmt: skip
 
 
@@ -220,7 +220,7 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
     """
     name = config.dataset_format
     if name != "auto":
-        unknown = set(config.columns) - {*FORMAT_COLUMNS[name], *OPTIONAL[name]}
+        unknown = set(config.columns) - {*FORMAT_COLUMNS[name], *OPTIONAL[name], *config.objective_spec.columns}
         if unknown:
             raise ConfigError(f"columns.{min(unknown)} is not a role of dataset_format={name}; leave it out")
         return {shard.file.path: name for shard in shards}
@@ -234,11 +234,11 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
 def _sniff(shard: FileShard, config: TrainConfig) -> str:
     """The format of a file, from its first shard; `auto` (row by row) if none of its first rows can be read."""
     first: tuple[str, list[str]] | None = None
-    formats = config.objective_spec.formats
-    wanted = wanted_columns(config.columns)
+    formats, numeric = config.objective_spec.formats, config.objective_spec.columns
+    wanted = wanted_columns(config.columns, numeric)
     for count, (line, row) in enumerate(read(shard, config.sample_by, wanted)):
         if isinstance(row, dict):
-            format_name = recognise(row, config.columns, formats)
+            format_name = recognise(row, config.columns, formats, numeric)
             if format_name:
                 return format_name
             first = first or (f"{shard.file.display_name}:{line}", [*row, *unread_columns(shard.file, wanted)])
@@ -330,15 +330,17 @@ def _refuse_nothing(report: Report, splits: bool) -> None:
     )
 
 
-def refuse_missing_margins(config: TrainConfig, token_set: TokenSet) -> None:
-    """Raises `ConfigError` if only some examples have the margin that the objective reads."""
-    missing = np.isnan(token_set.margin)
-    if config.objective_spec.margins and missing.any() and not missing.all():
-        count, column = int(missing.sum()) // config.objective_spec.documents, config.columns.get("margin", "margin")
-        raise ConfigError(
-            f"{token_set.where(int(missing.argmax()))}: {column!r} is missing, and other rows have one ({count:,} "
-            f"of {len(token_set) // config.objective_spec.documents:,} lack it); give it to all rows, or leave it out"
-        )
+def refuse_missing_numbers(config: TrainConfig, token_set: TokenSet) -> None:
+    """Raises `ConfigError` if only some examples have an optional column that the objective reads."""
+    spec = config.objective_spec
+    for name, numbers in zip(spec.columns, token_set.numbers.T, strict=True):
+        missing, column = np.isnan(numbers), config.columns.get(name, name)
+        if missing.any() and not missing.all():
+            raise ConfigError(
+                f"{token_set.where(int(missing.argmax()))}: {column!r} is missing, and other rows have one "
+                f"({int(missing.sum()) // spec.documents:,} of {len(token_set) // spec.documents:,} lack it); give it "
+                "to all rows, or leave it out"
+            )
 
 
 def refuse_bad(report: Report, config: TrainConfig) -> None:

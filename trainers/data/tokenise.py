@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from trainers.data.shards import BadRow, FileShard, changed
 from trainers.data.sources import read, unread_columns
 from trainers.data.template import Encoded, Encoder
 
-# What a cache folder holds: one value per token, or one per document.
+# What a cache folder holds: one value per token, or one per document; of `numbers`, one per numeric column of each.
 TOKEN_ARRAYS: dict[str, npt.DTypeLike] = {"input_ids": np.int32, "mask": np.bool_}
 DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
     "lengths": np.int64,
@@ -28,7 +28,7 @@ DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
     "files": np.int32,
     "lines": np.int64,
     "desirable": np.bool_,
-    "margin": np.float32,
+    "numbers": np.float32,
 }
 ARRAYS = {**TOKEN_ARRAYS, **DOCUMENT_ARRAYS}
 _BATCH = 256  # rows given to the tokenizer at once
@@ -79,7 +79,7 @@ class Options:
         selection: Which rows belong to the split.
         formats: Row formats that the objective takes.
         parts: Names of the documents of an example.
-        margins: Whether the objective reads the margin of a pair.
+        numeric: Numeric columns that the objective reads, and whether a row may lack each.
     """
 
     sample_by: str
@@ -90,7 +90,7 @@ class Options:
     selection: Selection
     formats: tuple[str, ...] = SFT_FORMATS
     parts: tuple[str, ...] = ("",)
-    margins: bool = False
+    numeric: dict[str, bool] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def run_task(
     with ExitStack() as stack:
         streams = {name: stack.enter_context(path.open("wb")) for name, path in task.paths().items()}
         for shard, number, format_name in task.shards:
-            for name in unread_columns(shard.file, wanted_columns(options.columns)):
+            for name in unread_columns(shard.file, wanted_columns(options.columns, options.numeric)):
                 report.add_unused(name, int(options.selection.choose(shard.first_row, shard.rows).sum()))
             for name in shard.siblings:
                 report.add_unused(f"{name} (beside the list of rows)")
@@ -173,7 +173,7 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
     batch: list[_Row] = []
     size = 0
     chosen = options.selection.choose(shard.first_row, shard.rows).tolist()
-    items = read(shard, options.sample_by, wanted_columns(options.columns))
+    items = read(shard, options.sample_by, wanted_columns(options.columns, options.numeric))
     read_rows = 0
     for (line, item), wanted in zip(items, chosen, strict=False):
         read_rows += 1
@@ -193,13 +193,13 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
 def example_of(row: dict[str, Any], format_name: str, options: Options) -> tuple[Document, ...] | BadRow:
     """The documents of a row, or what is wrong with it."""
     try:
-        return example(row, format_name, options.columns, options.chat, options.formats, options.margins)
+        return example(row, format_name, options.columns, options.chat, options.formats, options.numeric)
     except RowError as error:
         return error.bad
 
 
-_Piece = tuple[int, list[Encoded], bool, float | None]
-"""The line of a row, the documents of one example of it, whether it is desirable, and its margin if it has one."""
+_Piece = tuple[int, list[Encoded], bool, tuple[float | None, ...]]
+"""The line of a row, the documents of one example of it, whether it is desirable, and its numeric columns."""
 
 
 def encode_rows(
@@ -228,7 +228,7 @@ def encode_rows(
         for documents in fit(usable, options.max_length, options.overlong, report):
             examples = range(0, len(documents), parts)  # two of a pair whose answers are labelled one by one
             pieces += [
-                (line, documents[start : start + parts], item[start].desirable, item[start].margin)
+                (line, documents[start : start + parts], item[start].desirable, item[start].numbers)
                 for start in examples
             ]
     report.documents += sum(len(piece) for _, piece, *_ in pieces)
@@ -285,7 +285,7 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
     documents = [document for _, piece, *_ in pieces for document in piece]
     lines = [line for line, piece, *_ in pieces for _ in piece]
     desirable = [desirable for _, piece, desirable, _ in pieces for _ in piece]
-    margin = [np.nan if margin is None else margin for _, piece, _, margin in pieces for _ in piece]
+    numbers = [[np.nan if number is None else number for number in row] for _, piece, _, row in pieces for _ in piece]
     return {
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
@@ -294,5 +294,5 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
         "files": np.full(len(documents), number, dtype=np.int32),
         "lines": np.array(lines, dtype=np.int64),
         "desirable": np.array(desirable, dtype=np.bool_),
-        "margin": np.array(margin, dtype=np.float32),
+        "numbers": np.array(numbers, dtype=np.float32),
     }

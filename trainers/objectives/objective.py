@@ -9,6 +9,7 @@ import torch
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.objective_file import split_objective
+from trainers.config.objectives import ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.data.layout import ScoredDocuments
 from trainers.objectives.cpo import Cpo
@@ -33,7 +34,45 @@ def document_loss(config: TrainConfig) -> DocumentLoss | TokenLoss | None:
     """The loss of the config's objective; None if it is a sum over tokens, which is no loss of documents."""
     if config.objective_spec.loss_of != "documents":
         return None
-    return (_LOSSES.get(config.objective) or _class_in_file(config.objective))(**config.objective_options())
+    if config.objective in _LOSSES:
+        return _LOSSES[config.objective](**config.objective_options())
+    return OwnLoss(_class_in_file(config.objective)(**config.objective_options()), config.objective_spec)
+
+
+class OwnLoss:
+    """A loss from a file of one's own, which must return what its `spec` says.
+
+    Args:
+        loss: the object of the class.
+        spec: what the class needs and reports.
+    """
+
+    def __init__(self, loss: DocumentLoss, spec: ObjectiveSpec):
+        self.loss, self.spec = loss, spec
+
+    def __call__(self, log_probs: torch.Tensor, documents: ScoredDocuments) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `DocumentLoss`.
+
+        Raises:
+            ConfigError: if the loss is no scalar or has no gradient, or there are more or fewer metrics than names.
+        """
+        loss, metrics = self.loss(log_probs, documents)
+        if self.spec.mismatched and documents.desirable is None:  # the divergence of mismatched documents, no loss
+            return loss, metrics
+        names, shape = self.spec.metrics, list(metrics.shape)
+        if shape != [len(names)]:
+            returned = f"{shape[0]} metrics" if len(shape) == 1 else f"metrics of shape {shape}"
+            problem = f"returns {returned}, and its spec has {len(names)}: {', '.join(names)}"
+            raise ConfigError.about("objective", type(self.loss).__name__, problem, "return as many, in this order")
+        if loss.dim() > 0:
+            problem = f"returns a loss of shape {list(loss.shape)}, not a sum"
+            raise ConfigError.about("objective", type(self.loss).__name__, problem, "sum it over the documents")
+        if torch.is_grad_enabled() and log_probs.requires_grad and not loss.requires_grad:
+            problem = "returns a loss without a gradient"
+            raise ConfigError.about(
+                "objective", type(self.loss).__name__, problem, "compute it outside torch.no_grad()"
+            )
+        return loss, metrics
 
 
 def _class_in_file(objective: str) -> Callable[..., DocumentLoss]:

@@ -33,8 +33,8 @@ class Reward:
         """
         chosen, rejected = scores.view(-1, 2).unbind(1)
         difference = chosen - rejected
-        if documents.margins is not None:
-            difference = difference - documents.margins.to(scores.dtype)[::2]
+        if "margin" in documents.columns:
+            difference = difference - documents.columns["margin"].to(scores.dtype)[::2]
         loss = -functional.logsigmoid(difference).sum()
         if self.centering:
             loss = loss + self.centering * (chosen + rejected).square().sum()

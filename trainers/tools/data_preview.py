@@ -23,7 +23,16 @@ from trainers.config.validation import build
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.files import DataFile, resolve
 from trainers.data.formats import wanted_columns
-from trainers.data.prepare import TokenSet, formats_of, load_tokenizer, options_of, refuse_bad, selection_of, tokenised
+from trainers.data.prepare import (
+    TokenSet,
+    formats_of,
+    load_tokenizer,
+    options_of,
+    refuse_bad,
+    refuse_missing_numbers,
+    selection_of,
+    tokenised,
+)
 from trainers.data.progress import listeners
 from trainers.data.report import Report
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
@@ -116,7 +125,7 @@ class Preview:
             if index >= len(self._shards):
                 return
             shard = self._shards[index]
-            items = read(shard, self.config.sample_by, wanted_columns(self.config.columns))
+            items = read(shard, self.config.sample_by, wanted_columns(self.config.columns, self.options.numeric))
             start = number - shard.first_row
             for line, item in islice(items, start, start + offset + count - number):
                 yield shard, number, line, item
@@ -240,6 +249,7 @@ class Preview:
         report = data.report
         slots = len(rows) * self.config.row_tokens
         mistakes = _mistakes(lambda: refuse_bad(report, self.config))
+        mistakes += _mistakes(lambda: refuse_missing_numbers(self.config, data))
         steps: dict[str, int | None] = {"steps_per_epoch": None, "total_steps": None}
         try:
             plan = TrainPlan(rows, self.config, 1)

@@ -145,14 +145,15 @@ def make_rows(
     recorded = spec.teacher and config.teacher_log_probs is not None
     teacher = open_teacher_file(config, split, documents) if recorded else None
     return Rows(
-        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _margins(spec, documents),
+        documents, *layout, documents.desirable if spec.labelled else None, mismatched, _columns(spec, documents),
         teacher,
     )  # fmt: skip
 
 
-def _margins(spec: ObjectiveSpec, documents: TokenSet) -> np.ndarray | None:
-    """The margins of the data, if the objective reads them and there are any."""
-    return documents.margin if spec.margins and not np.isnan(documents.margin).all() else None
+def _columns(spec: ObjectiveSpec, documents: TokenSet) -> dict[str, np.ndarray]:
+    """The numeric columns that the objective reads, without optional ones that the data lacks."""
+    columns = dict(zip(spec.columns, documents.numbers.T, strict=True))
+    return {name: numbers for name, numbers in columns.items() if not np.isnan(numbers).all()}
 
 
 def describe_plan(plan: TrainPlan) -> str:

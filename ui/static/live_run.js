@@ -51,6 +51,15 @@ Live.run = (element, server) => {
   ].map(([name, hint, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group, hint }) }));
   let data = null, shownAxis = null;
 
+  // The metrics of an objective in a file of the user's, which no list here knows.
+  function addOwn() {
+    for (const own of (data.own || []).filter((name) => !CHARTS.some((chart) => chart.own === name))) {
+      const lines = [["train", own, "train"], ["eval", `eval_${own}`, "evaluation"]];
+      const hint = "A metric of this run's own objective.";
+      CHARTS.push({ own, name: `Own metric: ${own}`, lines, logs: false, chart: new Chart(grid, own, { group, hint }) });
+    }
+  }
+
   // A step on the x axis that is shown; null where nothing was logged.
   function toAxis(step) {
     if (shownAxis === "step") return step;
@@ -66,6 +75,7 @@ Live.run = (element, server) => {
 
   function draw(options) {
     if (!data) return;
+    addOwn();
     if (shownAxis !== options.axis && group.zoom) group.zoomTo(null);  // a range of steps is none of tokens
     shownAxis = options.axis;
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));

@@ -12,7 +12,7 @@ from app.services.allowed_paths import path_mistakes
 from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError
 from trainers.config.objective_file import file_spec, file_version, short_name, split_objective
-from trainers.config.objectives import OBJECTIVES
+from trainers.config.objectives import OBJECTIVES, ObjectiveSpec, evaluation_metrics
 from trainers.config.validation import build
 from trainers.run.compatibility import plain, recorded_versions, refusals
 
@@ -58,6 +58,34 @@ def test_its_data_options_and_metrics_are_those_of_the_objective_it_is_like(marg
         config(margin, dataset_format="chat")
 
 
+def test_columns_and_metrics_of_its_own_come_beside_those_of_the_other(tmp_path: Path) -> None:
+    def spec_of(like: str, more: str) -> ObjectiveSpec:
+        (tmp_path / "margin.py").write_text(f"class Margin: spec = {{'like': {like!r}, {more}}}")
+        return file_spec(f"{tmp_path}/margin.py:Margin")
+
+    spec = spec_of("dpo", "'columns': ['weight', 'margin'], 'metrics': ('gap', 'spread')")
+    assert (spec.columns, spec.optional_columns) == (("weight", "margin"), ())
+    assert spec.metrics == (*OBJECTIVES["dpo"].metrics, "gap", "spread")
+    assert evaluation_metrics(spec)[-2:] == ("eval_gap", "eval_spread")
+    assert spec_of("reward", "'columns': ['weight']").columns == ("margin", "weight")
+    assert spec_of("reward", "'columns': ['weight']").optional_columns == ("margin",)
+    assert spec_of("reward", "'columns': ['margin']").optional_columns == (), "named, it is needed"
+    assert spec_of("kto", "'summary': 'x'").columns == ()
+
+
+def test_roles_of_columns_are_those_of_the_objective(tmp_path: Path) -> None:
+    (tmp_path / "margin.py").write_text("class Margin: spec = {'like': 'dpo', 'columns': ['weight']}")
+    own = f"{tmp_path}/margin.py:Margin"
+    assert config(own, columns={"weight": "score"}).columns == {"weight": "score"}
+    assert config("reward", columns={"margin": "score"}).columns == {"margin": "score"}
+    with pytest.raises(ConfigError, match=r"columns.margin=score with objective=dpo, which does not read it; leave"):
+        config("dpo", columns={"margin": "score"})
+    with pytest.raises(ConfigError, match=r"columns.weight is not an option"):
+        config("dpo", columns={"weight": "score"})
+    with pytest.raises(ConfigError, match=r"metric_for_best_model='eval_gap' is not a valid value"):
+        config(own, metric_for_best_model="eval_gap")
+
+
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
@@ -65,12 +93,34 @@ def test_its_data_options_and_metrics_are_those_of_the_objective_it_is_like(marg
         ("def broken(", "is no Python"),
         ("class Margin: pass", "has no spec in its class Margin; such as spec ="),
         ("class Margin: spec = dict(like='dpo')", "is no literal; it is read without running the file"),
-        ("class Margin: spec = 'dpo'", "is not a dict of texts"),
-        ("class Margin: spec = {'like': 3}", "is not a dict of texts"),
+        ("class Margin: spec = 'dpo'", "has a spec that is not a dict"),
+        ("class Margin: spec = {'like': 3}", "like=3; use one of dpo"),
+        ("class Margin: spec = {'like': ['dpo']}", "like=['dpo']; use one of dpo"),
+        (f"class Margin: spec = {{'like': 0x{'f' * 6000}}}", "like=a number; use one of dpo"),
         ("class Margin: spec = {'like': 'sft'}", "like='sft'; use one of dpo, simpo, cpo, orpo, kto, reward"),
         ("class Margin: spec = {}", "like=None"),
-        ("class Margin: spec = {'like': 'dpo', 'metrics': 'x'}", "'metrics', which is no key of it"),
+        ("class Margin: spec = {'like': 'dpo', 'metric': 'x'}", "'metric', which is no key of it; use like, summary"),
+        ("class Margin: spec = {'like': 'dpo', 3: 'x'}", "3, which is no key of it"),
         ("class Margin: spec = {'like': 'dpo', 'summary': 'a\\nb'}", "summary is not one line of text"),
+        ("class Margin: spec = {'like': 'dpo', 'summary': ['a']}", "summary is not one line of text"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': 'weight'}", "columns are no list of at most 8 names"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': {'weight': 1}}", "columns are no list of at most 8 names"),
+        (f"class Margin: spec = {{'like': 'dpo', 'columns': {list('abcdefghi')}}}", "no list of at most 8 names"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['weight', 3]}", "3 among its columns, which is no name"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['']}", "'' among its columns, which is no name"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['a\\nb']}", r"'a\nb' among its columns, which is no name"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['a-b']}", "'a-b' among its columns, which is no name"),
+        (f"class Margin: spec = {{'like': 'dpo', 'columns': ['{'a' * 41}']}}", "among its columns, which is no name"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['a', 'a']}", "names one of its columns twice"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['label']}", "the column 'label', which row formats have"),
+        ("class Margin: spec = {'like': 'dpo', 'columns': ['image']}", "the column 'image', which row formats have"),
+        ("class Margin: spec = {'like': 'dpo', 'metrics': 'gap'}", "metrics are no list of at most 8 names"),
+        ("class Margin: spec = {'like': 'dpo', 'metrics': [['gap']]}", "['gap'] among its metrics, which is no name"),
+        ("class Margin: spec = {'like': 'dpo', 'metrics': ['gap', 'gap']}", "names one of its metrics twice"),
+        *(
+            (f"class Margin: spec = {{'like': 'dpo', 'metrics': ['{name}']}}", f"the metric {name!r}, a name that rows")
+            for name in ("loss", "Loss", "step", "kl", "reward_margin", "reward_x", "eval_gap", "gap_by_rank", "eta_s")
+        ),
         ("#" * (1 << 21), "has a file of more than 1,048,576 bytes"),
     ],
 )

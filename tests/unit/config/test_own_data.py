@@ -37,7 +37,7 @@ def about_data(config: TrainConfig) -> dict[str, Any]:
 
 def resolved(preset: str, **options: Any) -> tuple[TrainConfig, list[str]]:
     request = Request(preset, options={**left_to_the_user(preset), **options})
-    return request.resolve(), request.notes
+    return request.resolve(), [line for line in request.notes if "--from_run" not in line]
 
 
 @pytest.mark.parametrize("preset", preset_names())

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tests.unit.data.test_support import PLAIN, chat, configure, save_tokenizer, write_jsonl
 from tests.unit.data.test_training_templates import SPECIAL, TRL
 from trainers.config.mistakes import ConfigError
-from trainers.config.objectives import FORMAT_COLUMNS
+from trainers.config.objectives import FORMAT_COLUMNS, MEDIA
 from trainers.data.formats import OPTIONAL, Document, RowError, canonical
-from trainers.data.messages import MEDIA, THOUGHT_KEYS
+from trainers.data.messages import THOUGHT_KEYS
 from trainers.data.preferences import example
 from trainers.data.prepare import prepare
 from trainers.data.shards import BadRow

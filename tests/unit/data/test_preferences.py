@@ -240,20 +240,19 @@ def margins_of(folder: Path, *values: Any, objective: str = "reward", **options:
 
 def test_a_margin_is_a_number_of_the_pair(tmp_path: Path) -> None:
     data = margins_of(tmp_path, 0.5, "1.25", -2, 0)
-    assert data.margin.tolist() == [0.5, 0.5, 1.25, 1.25, -2, -2, 0, 0]
+    assert data.numbers[:, 0].tolist() == [0.5, 0.5, 1.25, 1.25, -2, -2, 0, 0]
     settings = build({"model_name_or_path": "embedded", "dataset_name": "x", "objective": "reward"})
     rows = make_rows(settings, data)
     scored = rows.collate(np.arange(len(rows))).scored
     assert scored is not None
-    assert scored.margins is not None
-    assert sorted(scored.margins.tolist()) == sorted(data.margin.tolist())
+    assert sorted(scored.columns["margin"].tolist()) == sorted(data.numbers[:, 0].tolist())
 
 
 def test_without_margins_there_are_none(tmp_path: Path) -> None:
     data = margins_of(tmp_path, ..., None)
-    assert np.isnan(data.margin).all()
+    assert np.isnan(data.numbers).all()
     settings = build({"model_name_or_path": "embedded", "dataset_name": "x", "objective": "reward"})
-    assert make_rows(settings, data).margins is None
+    assert make_rows(settings, data).columns == {}
 
 
 @pytest.mark.parametrize("value", ["much", True, float("nan"), float("inf"), [1], {"a": 1}, 1e30])

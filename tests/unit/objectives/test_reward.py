@@ -17,9 +17,9 @@ MARGINS = [0.5, 0.5, -1.0, -1.0]
 
 
 def documents(margins: list[float] | None) -> ScoredDocuments:
-    kept = None if margins is None else torch.tensor(margins)
+    columns = {} if margins is None else {"margin": torch.tensor(margins)}
     of_label, tokens = torch.arange(4), torch.ones(4)
-    return ScoredDocuments(of_label, tokens, None, Scales(), np.arange(4), margins=kept)
+    return ScoredDocuments(of_label, tokens, None, Scales(), np.arange(4), columns=columns)
 
 
 @pytest.mark.parametrize("margins", [MARGINS, None])
@@ -40,5 +40,5 @@ def test_the_loss_is_its_formula(centering: float, margins: list[float] | None) 
     }  # fmt: skip
     assert not metrics.requires_grad
     # Control: another margin is another loss.
-    other = replace(documents(margins), margins=torch.full((4,), 0.7))
+    other = replace(documents(margins), columns={"margin": torch.full((4,), 0.7)})
     assert loss(scores, other)[0].item() != pytest.approx(wanted, rel=1e-3)

@@ -12,6 +12,7 @@ import pytest
 
 from app.runs import metrics
 from app.runs.metrics import MAX_POINTS, Curves
+from trainers.config.objectives import MOST_NAMES
 from trainers.run.folder import RunFolder
 
 
@@ -62,6 +63,21 @@ def test_a_mixture_of_experts_has_a_curve_of_its_load_balancing(run: RunFolder) 
     assert "aux_loss" not in whole(Curves(), run)["train"], "another model has none"
     add(run, row(2, 1.5, aux_loss=1.02))
     assert whole(Curves(), run)["train"]["aux_loss"] == {"mean": [None, 1.02]}
+
+
+def test_metrics_of_the_users_own_objective_are_curves_under_their_names(run: RunFolder) -> None:
+    full_row = row(1, 2.0, epoch=0.1, eta_s=3, bubble=0.2, reward_margin=0.5, reward_of_a_file=1, a_by_rank=3)
+    add(run, full_row, {"step": 1, "eval_loss": 1.75, "eval_reward_accuracy": 1, "exact": "no number"})
+    curves = Curves()
+    seen = whole(curves, run)
+    assert seen["own"] == []  # control: none of these is one
+    add(run, row(2, 1.5, gap=0.25), {"step": 2, "attempt": 0, "eval_loss": 1.5, "eval_gap": 0.75, "eval_gap-": 1})
+    seen = whole(curves, run)
+    assert seen["own"] == ["gap"]
+    assert seen["train"]["gap"] == {"mean": [None, 0.25]}
+    assert seen["eval"]["eval_gap"] == {"mean": [None, 0.75]}
+    add(run, row(3, 1.5, **{f"n{number}": 1 for number in range(100)}))
+    assert len(whole(curves, run)["own"]) == MOST_NAMES, "a file of metrics cannot make charts without end"
 
 
 def test_lists_by_rank_are_curves_of_their_mean(run: RunFolder) -> None:
