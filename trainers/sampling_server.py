@@ -37,6 +37,8 @@ PAUSE = 1.0
 """Seconds before the second try; twice as many before each further one."""
 CONNECT = 10.0
 """Seconds that a connection may take."""
+SHORT_LIMIT = 60.0
+"""Seconds that any other request may take, all tries together, such as the one that loads an adapter."""
 PLAIN_BYTES = 2**20
 """Most bytes of an answer without tokens."""
 TOKEN_BYTES = 1024
@@ -202,7 +204,7 @@ class SamplingServer:
                 async with asyncio.timeout(self.limit):
                     answers = await asyncio.gather(*map(answer, range(len(request.prompts))))
             except TimeoutError:
-                raise self._slow() from None
+                raise self._slow(self.limit) from None
         return Sampled(*(list(part) for part in zip(*answers, strict=True)))
 
     def _checked(self, values: Any, request: ServerRequest, number: int) -> tuple[np.ndarray, np.ndarray, bool]:
@@ -228,7 +230,7 @@ class SamplingServer:
             raise self._wrong("log-probabilities that are no finite numbers up to 0")
         if choices[0].get("prompt_token_ids", request.prompts[number].tolist()) != request.prompts[number].tolist():
             raise self._wrong("an answer to another prompt")
-        ends = [place for place, token in enumerate(tokens) if token in request.stops]
+        ends = [index for index, token in enumerate(tokens) if token in request.stops]
         if (ends[0] if ends else request.most_tokens - 1) != len(tokens) - 1:
             reason = _quoted(str(choices[0].get("finish_reason")))
             raise self._wrong(f"{len(tokens)} tokens, which end neither at a stop token nor at the limit ({reason})")
@@ -253,10 +255,10 @@ class SamplingServer:
     async def _single(self, method: str, path: str, body: dict[str, Any] | None) -> tuple[int, str]:
         async with self._client() as client:
             try:
-                async with asyncio.timeout(self.limit):
+                async with asyncio.timeout(min(self.limit, SHORT_LIMIT)):
                     return await self._tried(client, method, path, body, PLAIN_BYTES)
             except TimeoutError:
-                raise self._slow() from None
+                raise self._slow(min(self.limit, SHORT_LIMIT)) from None
 
     def _client(self) -> httpx.AsyncClient:
         # Neither proxies nor .netrc of the environment: requests go to this address alone, with this key alone.
@@ -314,12 +316,12 @@ class SamplingServer:
         remedy = f"set {API_KEY} to its key" if status in (401, 403) else "see its log"
         return TrainingError(f"sampler_url={self.url}{path} refuses (status {status}: {_quoted(text)}); {remedy}")
 
-    def _wrong(self, what: str) -> TrainingError:
-        return TrainingError(f"sampler_url={self.url} answers with {what}; is it vLLM, and nothing between?")
+    def _wrong(self, fault: str) -> TrainingError:
+        return TrainingError(f"sampler_url={self.url} answers with {fault}; is it vLLM, and nothing between?")
 
-    def _slow(self) -> Interrupted:
+    def _slow(self, limit: float) -> Interrupted:
         return Interrupted(
-            f"sampler_url={self.url} has not answered within {self.limit:g} s; see its log, and give it more GPUs or "
+            f"sampler_url={self.url} has not answered within {limit:g} s; see its log, and give it more GPUs or "
             "fewer answers (num_generations, global_batch_size, max_completion_length)"
         )
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraModel
+from safetensors.torch import save_file
 
 from trainers.config.options import TrainConfig
 from trainers.model.load import model_path
@@ -26,7 +30,7 @@ from trainers.run.errors import Interrupted, TrainingError
 from trainers.run.folder import RunFolder
 from trainers.run.from_run import ADAPTER_WEIGHTS
 from trainers.run.manifest import sha256, sync
-from trainers.sampling_server import SamplingServer, ServerRequest
+from trainers.sampling_server import SHORT_LIMIT, SamplingServer, ServerRequest
 
 OTHER_WEIGHTS = 0.25
 """Mean |difference| of log-probabilities per token above which a server does not have the weights of the run.
@@ -34,8 +38,8 @@ OTHER_WEIGHTS = 0.25
 A server in half precision differs by some hundredths. Up to this limit the loss weighs each token by the difference;
 beyond, most weights would be at their cap, and the run would learn from answers that are not its own.
 """
-_SLACK = 120.0
-"""Seconds that a rank may wait longer than the server may take, so that the error of rank 0 comes first."""
+_SLACK = 4 * SHORT_LIMIT
+"""Seconds that a rank may wait longer than the answers may take: for the adapter, and for the error of rank 0."""
 _BITS = 53
 
 
@@ -167,7 +171,13 @@ class ServedSampling:
         self.run.refuse_lost()
         temporary = self.run.sampler / f"{'0' * 16}.tmp"
         temporary.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(temporary, state_dict=weights, save_embedding_layers=False)
+        # Not by the model's own method: under FSDP 1 it finds none of these names among the wrapped modules.
+        rename = partial(LoraModel._remove_adapter_name_from_key, adapter_name="default")
+        tensors = {rename(name): tensor.contiguous() for name, tensor in weights.items()}
+        save_file(tensors, temporary / ADAPTER_WEIGHTS, {"format": "pt"})
+        settings = copy(self.model.peft_config["default"])
+        settings.inference_mode = True
+        settings.save_pretrained(temporary)
         for path in temporary.iterdir():
             sync(path)  # the server may read it on another machine
         folder = self.run.sampler / sha256(temporary / ADAPTER_WEIGHTS)[:16]
