@@ -420,6 +420,8 @@ def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:
 
     A single process frees it too: the export loads the full model again.
     """
+    if context.sampler is not None and context.sampler.served is not None:
+        context.sampler.served.close()
     context.backend = context.bare = context.sampler = None
     accelerator.free_memory()
     gc.collect()

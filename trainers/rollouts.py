@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, write_atomic
 from trainers.run.record import KEPT_STEPS
 from trainers.strategy.mesh import Mesh
+
+if TYPE_CHECKING:  # only runs with a server need it
+    from trainers.served import ServedSampling
 
 _STABLE = 1e-4
 """Added to the standard deviation of a group's rewards, as in TRL."""
@@ -93,6 +96,7 @@ class Sampler:
         self.vocabulary = int(base.config.get_text_config().vocab_size)
         self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout, config.reward_schema)
         self.weights = np.array(config.reward_weights or [1.0] * len(config.reward_funcs))
+        self.served: ServedSampling | None = None  # set with `sampler_url`
         self.checkpoints, self.pending = checkpoints, dict[int, RecordedStep]()
 
     def restore(self, folder: Path) -> None:
@@ -141,7 +145,6 @@ class Sampler:
         assert self.evaluation is not None
         numbers = np.arange(len(self.evaluation))
         prompts = [prompt_of(self.evaluation, int(number)) for number in numbers]
-        self.backend.model.eval()
         answers = self._sample([prompt.tokens for prompt in prompts], None, beat)
         beat("rewards", allowed=2 * self.config.reward_timeout)
         recorded = self._rewarded(numbers, prompts, answers)
@@ -208,7 +211,9 @@ class Sampler:
         return old
 
     def _sample(self, prompts: Sequence[np.ndarray], randoms: np.ndarray | None, beat: Beat) -> Sampled:
-        """Answers to all prompts, equal on every rank; each rank samples its share in batches."""
+        """Answers to all prompts, equal on every rank; each rank samples its share in batches, unless a server does."""
+        if self.served is not None:
+            return self.served.sample(prompts, randoms, beat)
         size, world, rank = self.config.per_device_eval_batch_size, self.mesh.sizes.data, self.mesh.data_rank
         own: list[tuple[int, np.ndarray, np.ndarray, bool]] = []
         self.backend.model.eval()

@@ -132,6 +132,9 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     numbers = [scalar.to(ranks.device, torch.float32).reshape(1) for scalar in (norm, aux_loss)]
     loss_sum, stops, discards, saves, writing, *metrics, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
     loss = loss_sum / max(batch.divisor, 1)
+    extra = dict(zip(config.objective_spec.metrics, (total / max(batch.divisor, 1) for total in metrics), strict=False))
+    if context.sampler is not None and context.sampler.served is not None:
+        context.sampler.served.refuse_other_weights(extra["sampler_difference"])
 
     beat("step")
     # Where the loss is finite and the norm is not, fp16's gradient scaler leaves the weights as they are.
@@ -141,7 +144,6 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     else:
         _report_non_finite(context, step, loss, grad_norm, own_loss)
         backend.skip_step()
-    extra = dict(zip(config.objective_spec.metrics, (total / max(batch.divisor, 1) for total in metrics), strict=False))
     extra |= {"aux_loss": aux, **batch.metrics} if context.balancing is not None else batch.metrics
     return StepResult(loss, grad_norm, rate, updated, stops > 0, discards > 0, saves > 0, writing > 0, extra, batch)
 

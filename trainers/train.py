@@ -40,8 +40,8 @@ from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
-from trainers.run.ending import Ending
-from trainers.run.errors import RollBack, TrainingError
+from trainers.run.ending import Ending, Retry
+from trainers.run.errors import Interrupted, RollBack, TrainingError
 from trainers.run.folder import Process, RunFolder, now, read_json, register_outside, write_atomic, write_json
 from trainers.run.from_run import record_start, resolve_request, start_line
 from trainers.run.gpus import find_gpus, gpu_count
@@ -195,19 +195,20 @@ def ending_of(error: BaseException) -> Ending:
     """How an error ends the run, and whether to retry.
 
     Configuration and training errors are deterministic, so a retry would fail again, except after a loss spike, which
-    rolls back. Any other error is retried.
+    rolls back, and what was interrupted from outside. Any other error is retried.
     """
     if isinstance(error, ConfigError):
         return Ending("failed", "; ".join(error.lines), retry="never")
     if isinstance(error, TrainingError):
-        return Ending("failed", str(error), retry="roll_back" if isinstance(error, RollBack) else "never")
+        outside: Retry = "again" if isinstance(error, Interrupted) else "never"
+        return Ending("failed", str(error), retry="roll_back" if isinstance(error, RollBack) else outside)
     return Ending("failed", in_one_line(error), retry="again")
 
 
 def report_failure(error: BaseException, run: RunFolder, launch: Launch) -> int:
     """Records how the run ended: rank 0 in the run's state, others in a note for rank 0. Returns the exit status."""
     ending, rank = ending_of(error), rank_of_environment()
-    crashed = ending.retry == "again"
+    crashed = ending.retry == "again" and not isinstance(error, TrainingError)
     if crashed:
         traceback.print_exc()
         if out_of_memory(error):
@@ -324,6 +325,11 @@ def build_sampler(
 
     config, plan, backend, checkpoints = context.config, context.plan, context.backend, context.checkpoints
     sampler = Sampler(config, plan, evaluation, backend, context.mesh, context.ranks, context.run, checkpoints, base)
+    if config.sampler_url:
+        from trainers.served import ServedSampling
+
+        ends = sampler.vocabulary, sampler.stops
+        sampler.served = ServedSampling(config, context.bare, backend, context.ranks, context.run, *ends)
     if folder is not None:
         sampler.restore(folder)
     return sampler

@@ -54,6 +54,9 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mist
         if split_objective(str(value).strip()):
             problem, remedy = "is a file of code, which no page runs", "start the run from a terminal: tunesmith train"
             mistakes.append(Mistake(name, shortened(str(value)), problem, remedy))
+    if str(values.get("sampler_url") or "").strip().lower() not in ("", "none", "null"):
+        problem = "is an address that the run sends requests to, which no page chooses"
+        mistakes.append(Mistake("sampler_url", None, problem, "start the run from a terminal: tunesmith train"))
     url = str(values.get("checkpoint_url") or "")
     if url.lower() not in ("", "none", "null") and url.partition("://")[0].lower() not in STORES:
         mistakes.append(Mistake("checkpoint_url", shortened(url), "is not an object store", f"use {', '.join(STORES)}"))

@@ -20,6 +20,7 @@ EMBEDDED = {"trainers.embedded", "trainers.embedded.BASE_DIR", "trainers.embedde
 FLOORS = (
     *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
     *("trainers.checkpoint", "trainers.monitor", "trainers.rewards", "trainers.tools", "trainers.evaluation"),
+    *("trainers.sampling_server", "trainers.served"),
     *("trainers.teacher", "trainers.build", "trainers.rollouts", "trainers.step", "trainers.loop"),
     *("trainers.reference", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),

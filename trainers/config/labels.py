@@ -45,6 +45,7 @@ LABELS = {
     "importance_sampling_cap": "Most weight of a sampled token",
     "mask_truncated_completions": "Ignore answers that were cut",
     "recorded_answers": "Recorded answers",
+    "sampler_url": "Server that samples",
     "desirable_weight": "Weight of desirable examples",
     "undesirable_weight": "Weight of undesirable examples",
     "center_rewards_coefficient": "Pull of the scores towards 0",

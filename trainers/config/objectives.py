@@ -182,6 +182,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
                 "beta": 0.0,
                 "epsilon": 0.2, "epsilon_high": None,
                 "importance_sampling_cap": 2.0, "mask_truncated_completions": False, "recorded_answers": None,
+                "sampler_url": None,
             },
             loss_types=("grpo", "dr_grpo", "dapo", "gspo", "rloo"), samples=True,
             source="https://arxiv.org/abs/2402.03300",

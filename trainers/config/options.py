@@ -166,6 +166,8 @@ class TrainConfig(BaseModel):
     """Learn nothing from answers that were cut at `max_completion_length`."""
     recorded_answers: Annotated[str | None, Optionally] = _option("objective", None)
     """Folder `rollouts` of a run, whose answers and rewards are taken in place of sampling."""
+    sampler_url: Annotated[str | None, Optionally] = _option("objective", None)
+    """Address of a vLLM server that samples the answers (method=lora); default: the run's processes."""
 
     # Data
     dataset_name: str = _option("data", min_length=1)

@@ -12,6 +12,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.objectives import COLUMN_ROLES, HIGHER_IS_BETTER, OBJECTIVES, OWN_OPTIONS, evaluation_metrics
 from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
 from trainers.config.reward_file import reward_mistakes
+from trainers.config.sampler import sampler_mistakes
 
 MISSING = "is missing"
 """`Mistake.problem` of a required option that was not given."""
@@ -189,11 +190,11 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
         (spec.samples and config.loss_spike_factor > 0,
          "loss_spike_factor", config.loss_spike_factor, f"{objective}: losses of sampled answers are around 0",
          "leave it out"),
-        (samples and config.torch_compile,
+        (samples and config.sampler_url is None and config.torch_compile,
          "torch_compile", True, f"{objective}: compiled layers do not sample", "leave it out"),
     ]  # fmt: skip
     rewards = reward_mistakes(config.reward_funcs, config.reward_schema) if samples else []
-    return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards]
+    return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards, *sampler_mistakes(config)]
 
 
 def _holds_credentials(url: str | None) -> bool:

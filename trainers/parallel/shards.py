@@ -141,7 +141,7 @@ def steps_of(shards: list[Shard], ranks: Ranks) -> dict[str, float]:
 
 
 def gather_full_tensors(
-    shards: list[Shard], steps: dict[str, float], ranks: Ranks
+    shards: list[Shard], steps: dict[str, float], ranks: Ranks, onto: int | None = None
 ) -> Iterator[tuple[str, str, int, torch.Tensor | None]]:
     """Gathers every tensor of the weights and their optimizer state, each onto one rank. Collective.
 
@@ -149,6 +149,7 @@ def gather_full_tensors(
         shards: this rank's shards; every rank passes the same names.
         steps: the result of `steps_of`; names the weights that have optimizer state.
         ranks: all processes of the run.
+        onto: the rank that gets every tensor; None to spread them over the ranks.
 
     Yields:
         Weight name, key, owning rank, and the full tensor on its owner (None elsewhere). Only one full tensor is in
@@ -161,7 +162,7 @@ def gather_full_tensors(
     index = 0
     for shard in sorted(shards, key=lambda shard: shard.name):
         for key in [WEIGHT, *(keys if shard.name in steps else [])]:
-            owner, index = index % ranks.world, index + 1
+            owner, index = index % ranks.world if onto is None else onto, index + 1
             if shard.name in sharded:
                 full = _gather_full_tensor(shard, key, owner, ranks)
             else:  # the owner already holds all of it

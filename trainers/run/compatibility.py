@@ -148,7 +148,8 @@ def refusals(
     ]
     if force:
         return misfits
-    pass_by = {*FREE, *STRUCTURE, *(LENGTH if _rate_is_free_of_length(config) else ())}
+    moved = ["sampler_url"] if config.get("sampler_url") and manifest["config"].get("sampler_url") else []
+    pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if _rate_is_free_of_length(config) else ())}
     remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
     return misfits + [replace(change, remedy=remedy) for change in others]

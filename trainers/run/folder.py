@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, OBJECTIVE, ROLLOUTS, START, RunRecord, refuse_irregular
+from trainers.run.record import CHAT_TEMPLATE, OBJECTIVE, ROLLOUTS, SAMPLER, START, RunRecord, refuse_irregular
 
 __all__ = [
     "Process",
@@ -172,6 +172,7 @@ class RunFolder:
         self.objective = self.path / OBJECTIVE
         self.start = self.path / START
         self.rollouts = self.path / ROLLOUTS
+        self.sampler = self.path / SAMPLER
         self.scheduler = self.path / "scheduler.json"
         self.ray = self.path / "ray.json"
         self.sweep = self.path / "sweep.json"
@@ -383,6 +384,13 @@ class RunFolder:
         """Removes checkpoints left incomplete by a killed attempt; no process of the run may be alive."""
         for path in self.checkpoints.glob("step-*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
+
+    def remove_served(self) -> None:
+        """Removes the adapters that were exported for a server that samples."""
+        for path in self.sampler.glob("[0-9a-f]" * 16 + "*"):
+            shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # it does not exist, or holds files of the user
+            self.sampler.rmdir()
 
     def write_skipped_steps(self, steps: list[int]) -> None:
         """Records the steps (from 1) whose batches the next attempt must not train on."""

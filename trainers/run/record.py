@@ -35,10 +35,14 @@ ROLLOUTS = "rollouts"
 """Holds the newest answers that were sampled, one file per step."""
 KEPT_STEPS = 100
 """Newest steps whose sampled answers a run keeps."""
-FOLDERS = ("heartbeat", "checkpoints", ROLLOUTS)
+SAMPLER = "sampler"
+"""Holds the adapter that a server samples with, in a folder named by its digest."""
+FOLDERS = ("heartbeat", "checkpoints", ROLLOUTS, SAMPLER)
 MAX_BYTES = 10_000_000
 _HEARTBEAT = re.compile(r"rank-\d+\.json|machine-\d+\.(json|lock)|out-of-memory\.json")
 _ROLLOUT = re.compile(r"step-\d+\.json")
+_SERVED = re.compile(r"[0-9a-f]{16}(\.tmp)?")
+_SERVED_FILE = re.compile(r"adapter_config\.json|adapter_model\.safetensors|README\.md")
 _CHECKPOINT = re.compile(r"(bad-|later-)?step-\d{8}")
 _UNFINISHED = re.compile(r"step-\d{8}\.tmp-\w+")
 _CHECKPOINT_FILE = re.compile(r"rank-\d{5}\.safetensors|manifest\.json")
@@ -189,6 +193,8 @@ def _is_fixed(path: PurePath) -> bool:
         return len(path.parts) == 2 and bool(_HEARTBEAT.fullmatch(original))
     if top == ROLLOUTS:
         return len(path.parts) == 2 and bool(_ROLLOUT.fullmatch(original))
+    if top == SAMPLER:
+        return len(path.parts) == 3 and bool(_SERVED.fullmatch(path.parts[1]) and _SERVED_FILE.fullmatch(name))
     if top != "checkpoints":
         return False
     if _UNFINISHED.fullmatch(path.parts[1]):
@@ -206,5 +212,7 @@ def _is_own_folder(path: PurePath, entries: set[str]) -> bool:
     """Whether a folder was made by the run."""
     if path.parts[0] == "checkpoints" and len(path.parts) > 1:
         return bool(_CHECKPOINT.fullmatch(path.parts[1]) or _UNFINISHED.fullmatch(path.parts[1]))
+    if path.parts[0] == SAMPLER and len(path.parts) == 2:
+        return bool(_SERVED.fullmatch(path.name))
     below = f"{path}/"
     return str(path) in FOLDERS or _is_entered(path / "x", entries) or any(entry.startswith(below) for entry in entries)

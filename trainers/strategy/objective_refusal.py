@@ -19,7 +19,12 @@ def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
     if sizes.pp > 1 and spec.loss_of == "documents":
         return f"{objective} with {sizes}: pipelines sum over tokens; use fsdp2, for instance"
     samples = spec.samples and (config.recorded_answers is None or config.has_evaluation())
-    if samples and sizes.tp * sizes.sequence_shards * sizes.ep > 1:
-        remedy = "use fsdp2, or recorded_answers without evaluation data"
+    if samples and config.sampler_url is None and sizes.tp * sizes.sequence_shards * sizes.ep > 1:
+        remedy = "use fsdp2, a server (sampler_url), or recorded_answers without evaluation data"
         return f"{objective} with {sizes}: only data-parallel ranks sample answers; {remedy}"
+    if samples and config.recorded_answers is None and config.steps_per_generation > 1 and sizes.sequence_shards > 1:
+        return (
+            f"steps_per_generation={config.steps_per_generation} with {sizes}: ranks that share a row know only some "
+            "of its old log-probabilities; use fsdp2, for instance, or steps_per_generation=1"
+        )
     return None

@@ -19,6 +19,7 @@ _PLACEHOLDERS = {
     "reward_schema": "schema.json",
     "epsilon_high": "the same",
     "recorded_answers": "folder rollouts of a run",
+    "sampler_url": "from a terminal only",
 }
 """What stands in an empty field whose default is no number."""
 

@@ -9,7 +9,7 @@ import pytest
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run.ending import Ending
-from trainers.run.errors import RollBack, TrainingError
+from trainers.run.errors import Interrupted, RollBack, TrainingError
 from trainers.run.folder import Process, RunFolder
 from trainers.run.manifest import Progress
 from trainers.train import ending_of
@@ -57,12 +57,13 @@ def test_a_cause_is_written_without_secrets(tmp_path: Path, monkeypatch: pytest.
         (ConfigError(["seed=x", "lora_r=0"]), Ending("failed", "seed=x; lora_r=0", retry="never")),
         (TrainingError("step 3: loss nan"), Ending("failed", "step 3: loss nan", retry="never")),
         (RollBack("step 3: a spike"), Ending("failed", "step 3: a spike", retry="roll_back")),
+        (Interrupted("no answer"), Ending("failed", "no answer", retry="again")),
         (ValueError("row 7"), Ending("failed", "ValueError: row 7", retry="again")),
         (KeyboardInterrupt(), Ending("failed", "KeyboardInterrupt: ", retry="again")),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_only_a_crash_and_a_spike_are_tried_again(error: BaseException, ending: Ending) -> None:
+def test_only_a_crash_a_spike_and_what_is_outside_are_tried_again(error: BaseException, ending: Ending) -> None:
     assert ending_of(error) == ending
 
 

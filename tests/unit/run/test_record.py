@@ -35,7 +35,8 @@ USERS = [
 BESIDE = [
     "model/notes.md", "checkpoints/mine.txt", "checkpoints/step-00000001/notes.txt", "heartbeat/mine.json",
     "export-mine/x", "export-full/mine.txt", ".model.tmp/x", ".model.0123456789abcdef/x", ".model.old/x", "thesis.txt",
-    "data/train.jsonl", "log.txt.bak", "metrics.csv", "heartbeat/deep/rank-0.json", "empty/deep/x",
+    "data/train.jsonl", "log.txt.bak", "metrics.csv", "heartbeat/deep/rank-0.json", "empty/deep/x", "sampler/notes.md",
+    "sampler/0123456789abcdef/notes.md",
 ]  # fmt: skip
 
 

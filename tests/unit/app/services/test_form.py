@@ -165,6 +165,23 @@ def test_no_page_reads_or_runs_a_reward_in_a_file(separator: str, tmp_path: Path
     assert preview({**values, "reward_funcs": "exact_match"}, **CPU, roots=[tmp_path]).job
 
 
+def test_no_page_chooses_where_a_run_sends_requests() -> None:
+    values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "objective": "grpo",
+              "max_completion_length": 64}  # fmt: skip
+    for value in ("http://127.0.0.1:8000", " http://user:secret@127.0.0.1:8000"):
+        shown = preview({**values, "sampler_url": value}, **CPU, roots=[Path.cwd()])
+        assert list(shown.errors) == ["sampler_url"]
+        assert "is an address that the run sends requests to, which no page chooses" in str(shown.mistakes[0])
+        assert "secret" not in str(shown.mistakes[0])
+        with pytest.raises(ConfigError, match="which no page chooses"):
+            load_yaml(
+                "\n".join(f"{name}: {text}" for name, text in {**values, "sampler_url": value}.items()), [Path.cwd()]
+            )
+    assert preview({**values, "sampler_url": "http://127.0.0.1:8000"}, **CPU).job, "control: from a terminal"
+    for value in ("", "none"):
+        assert preview({**values, "sampler_url": value}, **CPU, roots=[Path.cwd()]).job, "control: not set"
+
+
 def test_a_refused_path_is_not_called_missing() -> None:
     shown = preview({"model_name_or_path": "/etc", "dataset_name": "embedded"}, num_processes=1, roots=[Path.cwd()])
     assert list(shown.errors) == ["model_name_or_path"]

@@ -1,0 +1,58 @@
+"""The option `sampler_url`: which addresses and which runs a server may sample for. Imports no torch."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from trainers.config.mistakes import Mistake
+from trainers.config.options import TrainConfig
+
+API_KEY = "TUNESMITH_SAMPLER_API_KEY"
+"""Environment variable with the key of the server; no option and no file holds it."""
+
+
+def sampler_mistakes(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each reason why no server can sample the answers of a run."""
+    url = config.sampler_url
+    if url is None or not config.objective_spec.samples:
+        return []
+    if problem := _url_problem(url):
+        return [Mistake("sampler_url", None if "@" in url or "?" in url else url, *problem)]
+    own = "leave it out, and the processes of the run sample"
+    rules: list[tuple[bool, str, object, str]] = [
+        (config.method == "full", "method", "full", "with sampler_url: the server gets an adapter, not all weights"),
+        (config.method == "qlora", "method", "qlora",
+         "with sampler_url: the adapter is trained on a base in 4 bits, whose weights the server does not have"),
+        (config.random_init, "random_init", True, "with sampler_url: the server has the pretrained weights"),
+        (config.num_hidden_layers is not None, "num_hidden_layers", config.num_hidden_layers,
+         "with sampler_url: the server has all layers"),
+        (config.rope_scaling != "none", "rope_scaling", config.rope_scaling,
+         "with sampler_url: the server has the positions of the base model"),
+        (config.recorded_answers is not None, "recorded_answers", None,
+         "and sampler_url are both set, and only one of them gives the answers"),
+    ]  # fmt: skip
+    remedies = {"method": f"use method=lora, or for sampler_url: {own}", "recorded_answers": "keep one"}
+    return [
+        Mistake(name, value, problem, remedies.get(name, f"for sampler_url: {own}"))
+        for applies, name, value, problem in rules
+        if applies
+    ]
+
+
+def _url_problem(url: str) -> tuple[str, str] | None:
+    """What is wrong with an address, and the remedy."""
+    example = "use one such as http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        return "is not an address", example
+    if "@" in parts.netloc:
+        return "holds credentials", f"leave them out and set {API_KEY} in the environment"
+    if parts.scheme not in ("http", "https") or not host:
+        return "is not an http(s) address", example
+    if "?" in url or "#" in url:
+        return "has a query or a fragment", example
+    if not url.isprintable() or " " in url:
+        return "holds a space or an invisible character", example
+    return None
