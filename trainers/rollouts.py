@@ -175,12 +175,12 @@ class Sampler:
         every_prompt = [prompt.tokens for of_step in prompts for prompt in of_step]
         answers = self._sample(every_prompt, np.concatenate(randoms), beat)
         rewards_s, at = 0.0, 0
-        for step, of_step, asked in zip(steps, numbers, prompts, strict=True):
+        for step, of_step, prompts_of_step in zip(steps, numbers, prompts, strict=True):
             own = slice(at, at := at + len(of_step))
             beat("rewards", allowed=2 * config.reward_timeout)
             reward_began = time.perf_counter()
             recorded = self._rewarded(
-                of_step, asked, Sampled(answers.tokens[own], answers.log_probs[own], answers.ended[own])
+                of_step, prompts_of_step, Sampled(answers.tokens[own], answers.log_probs[own], answers.ended[own])
             )
             rewards_s += time.perf_counter() - reward_began
             if config.steps_per_generation > 1:  # weights have changed when the later steps train

@@ -303,9 +303,8 @@ def train(
         outcome = TrainLoop(context, progress, folder).run()
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
-        ending = outcome.ending
-        if ending.state == "done" and main_rank:
-            ending = export(context, outcome)
+        exports = outcome.ending.state == "done" and main_rank
+        ending = export(context, outcome) if exports else outcome.ending
     reporter.close(ending, launch.supervised)
     return 1 if ending.state == "failed" else 0
 

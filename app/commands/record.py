@@ -85,8 +85,8 @@ def _record(config: TrainConfig, top_k: int, folder: Path, as_json: bool) -> int
         return 0
     labels = " and ".join(f"{count:,} of {split}" for split, count in document["labels"].items())
     report(f"recorded what it predicts at each trained token, {labels}: {document['bytes'] / 2**20:,.1f} MiB")
-    preset, named = config.preset or "...", shlex.quote(str(folder))
-    report(f"next: tunesmith train {preset} --objective distill --teacher_log_probs {named}")
+    preset = config.preset or "..."
+    report(f"next: tunesmith train {preset} --objective distill --teacher_log_probs {shlex.quote(str(folder))}")
     return 0
 
 

@@ -187,8 +187,8 @@ class Rows:
                 scored = self._scored(members[start:end], contents[start:end], micro_batch, predicted_from, scales)
                 micro_batch = replace(micro_batch, scored=scored)
             elif self.objective.teacher:
-                top = self._top_tokens(members[start:end], micro_batch, predicted_from)
-                micro_batch = replace(micro_batch, taught=True, top_tokens=top)
+                taught = self._top_tokens(members[start:end], micro_batch, predicted_from) if self.teacher else True
+                micro_batch = replace(micro_batch, taught=taught)
             micro_batches.append(micro_batch)
         return micro_batches
 
@@ -246,10 +246,8 @@ class Rows:
             old=None if rollouts.old is None else of_labels(rollouts.old), is_fresh=rollouts.is_fresh,
         )  # fmt: skip
 
-    def _top_tokens(
-        self, members: list[np.ndarray], micro_batch: MicroBatch, predicted_from: np.ndarray
-    ) -> TopTokens | None:
-        """What a teacher predicts at the labels of a micro-batch, if that was recorded.
+    def _top_tokens(self, members: list[np.ndarray], micro_batch: MicroBatch, predicted_from: np.ndarray) -> TopTokens:
+        """What the recorded teacher predicts at the labels of a micro-batch.
 
         Args:
             members: numbers of the documents in each row of the micro-batch.
@@ -258,8 +256,7 @@ class Rows:
         """
         import torch
 
-        if self.teacher is None:
-            return None
+        assert self.teacher is not None
         width = micro_batch.slots // max(len(members), 1)
         in_rows = np.zeros(micro_batch.slots, dtype=np.int64)  # number of each label in the recording
         for line, in_row in enumerate(members):

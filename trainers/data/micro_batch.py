@@ -27,8 +27,8 @@ class MicroBatch:
         tokens: number of real tokens in the full rows.
         slots: number of tokens in the full rows, padding included.
         scored: the documents whose log-probabilities the objective compares; None if it sums over tokens.
-        taught: whether the objective compares with the distributions of a teacher.
-        top_tokens: what that teacher predicts at each label, if it was recorded.
+        taught: whether the objective compares with the distributions of a teacher; what that predicts at each label,
+            if it was recorded.
     """
 
     input_ids: torch.Tensor
@@ -40,8 +40,7 @@ class MicroBatch:
     tokens: int
     slots: int
     scored: ScoredDocuments | None = None
-    taught: bool = False
-    top_tokens: TopTokens | None = None
+    taught: bool | TopTokens = False
 
     @property
     def labels_or_documents(self) -> int:
@@ -61,12 +60,13 @@ class MicroBatch:
             expert_weights: weights of a load-balancing loss, which also needs the mask of real tokens.
         """
         names = ["input_ids", "position_ids", "documents", "positions", "labels"]
-        names += [name for name in ("scored", "top_tokens") if getattr(self, name) is not None]
+        names += ["scored"] if self.scored is not None else []
         tensors = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {
             name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
         }
-        moved |= {"taught": True} if self.taught else {}
+        if self.taught is not False:
+            moved["taught"] = self.taught if self.taught is True else self.taught.to(device, non_blocking=True)
         if expert_weights is None:
             return moved
         return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}

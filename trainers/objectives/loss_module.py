@@ -123,8 +123,7 @@ class LossModule(nn.Module):
         expert_weights: torch.Tensor | None = None,
         scored: ScoredDocuments | None = None,
         only_log_probs: bool = False,
-        taught: bool = False,
-        top_tokens: TopTokens | None = None,
+        taught: bool | TopTokens = False,
         of_teacher: bool = False,
         per_label: bool = False,
         request: SampleRequest | None = None,
@@ -145,8 +144,7 @@ class LossModule(nn.Module):
             expert_weights: `[experts]` from `trainers.objectives.load_balancing`; None to count the routing.
             scored: the documents that the objective compares; None for the supervised loss.
             only_log_probs: return this rank's part of the documents' log-probabilities in place of the loss.
-            taught: compute the loss of a distillation, not the supervised one.
-            top_tokens: what the teacher predicts, if it was recorded.
+            taught: compute the loss of a distillation, not the supervised one; what a recorded teacher predicts.
             of_teacher: compute the supervised loss of the teacher, for the probe.
             per_label: return the log-probability `[labels]` of each label in place of the loss.
             request: prompts to answer; then nothing else is computed, and the answers are returned.
@@ -174,7 +172,7 @@ class LossModule(nn.Module):
                 if self.balancing is not None and real_tokens is not None and expert_weights is None:
                     routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
                     return self.balancing.count(routed, real_tokens), labels.new_zeros(())
-                if not self.chunked and not taught:
+                if not self.chunked and taught is False:
                     return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score)
                 output = self.output(inputs)
             picked = self.picked(output, positions)
@@ -184,8 +182,8 @@ class LossModule(nn.Module):
             return _with_balance(loss, output, real_tokens, expert_weights), metrics
         head = self.base.get_output_embeddings()
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
-            if taught:
-                loss, metrics = self._taught(batch, picked, top_tokens)
+            if taught is not False:
+                loss, metrics = self._taught(batch, picked, taught)
             elif score is None:
                 loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
             else:
@@ -231,18 +229,18 @@ class LossModule(nn.Module):
         return Head(picked, self.base.get_output_embeddings() if self.chunked else None, self.rule)
 
     def _taught(
-        self, batch: tuple[Any, ...], picked: torch.Tensor, top_tokens: TopTokens | None
+        self, batch: tuple[Any, ...], picked: torch.Tensor, taught: bool | TopTokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and metrics `[2]` of a distillation.
 
         Args:
             batch: the first five arguments of `forward`, which the teacher gets too.
             picked: input of the student's head.
-            top_tokens: what the teacher predicts, if it was recorded.
+            taught: what a recorded teacher predicts; True to ask one that is loaded.
         """
         student, want = self.head(picked), torch.is_grad_enabled()
-        if top_tokens is not None:
-            loss, metrics, gradients = compare_heads(student, top_tokens, batch[-1], self.divergence, want)
+        if isinstance(taught, TopTokens):
+            loss, metrics, gradients = compare_heads(student, taught, batch[-1], self.divergence, want)
             return attach(loss, student, gradients) if want else loss, metrics
         with torch.no_grad():  # else wrappers would gather the teacher's weights for a backward pass too
             metadata = MetadataRoute.current  # layers of the student may be recomputed in the backward pass

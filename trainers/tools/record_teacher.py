@@ -89,9 +89,9 @@ class _Recorder:
         """Yields ids, log-probabilities and the span of labels for chunks of the labels of some documents."""
         inputs = rows.collate(chosen).inputs(self.device)
         batch = {name: inputs[name] for name in ("input_ids", "position_ids", "documents", "positions")}
-        kept: dict[str, Any] = {"top_k": self.top_k, "vocab_size": self.vocab_size}
+        sizes: dict[str, Any] = {"top_k": self.top_k, "vocab_size": self.vocab_size}
         start = 0
-        for top in self.model.top_tokens(**batch, **kept, temperature=self.config.distill_temperature):
+        for top in self.model.top_tokens(**batch, **sizes, temperature=self.config.distill_temperature):
             span = slice(start, start := start + len(top.ids))
             # Where all other tokens have no probability in fp32, the file still holds a finite number.
             yield top.ids.int().cpu().numpy(), top.log_probs.float().clamp(min=-1e4).cpu().numpy(), span

@@ -14,6 +14,7 @@ from tests.shared import once
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
+from trainers.data.layout import TopTokens
 from trainers.data.prepare import prepare
 from trainers.data.teacher_file import check_teacher_file
 from trainers.tools.preflight import make_rows
@@ -50,12 +51,12 @@ def test_rows_get_what_was_recorded_of_their_labels(folder: Path) -> None:
         context = [tuple(tokens[:at].tolist()) for at in np.flatnonzero(mask)]
         likeliest |= dict(zip(context, ids[start : start + len(context)].tolist(), strict=True))
     batch = rows.collate(np.arange(min(4, len(rows))))
-    assert batch.top_tokens is not None
+    assert isinstance(batch.taught, TopTokens)
     flat, borders = batch.input_ids.flatten().tolist(), np.array(batch.documents.host_borders)  # type: ignore[union-attr]
-    for position, top in zip(batch.positions.tolist(), batch.top_tokens.ids.tolist(), strict=True):
+    for position, top in zip(batch.positions.tolist(), batch.taught.ids.tolist(), strict=True):
         first = borders[np.searchsorted(borders, position, side="right") - 1]
         assert likeliest[tuple(flat[first : position + 1])] == top
-    assert len({tuple(top) for top in batch.top_tokens.ids.tolist()}) > 10  # control: they are not all alike
+    assert len({tuple(top) for top in batch.taught.ids.tolist()}) > 10  # control: they are not all alike
 
 
 def damaged(name: str, change: Any) -> Any:
