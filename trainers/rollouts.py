@@ -131,7 +131,7 @@ class Sampler:
         if config.recorded_answers is not None:
             recorded = self._recorded(step, Path(config.recorded_answers))
         else:
-            if step not in self.pending:
+            if not self._continues(step):
                 times = self._generate(step, beat)
             recorded = self.pending[step]
             for over in [number for number in self.pending if number <= step]:  # some may have been skipped
@@ -152,6 +152,21 @@ class Sampler:
         summary = _summary(recorded, 1)
         return {"eval_loss": -reward, "eval_reward": reward,
                 **{f"eval_{name}": summary[name] for name in ("answer_tokens", "truncated")}}  # fmt: skip
+
+    def _continues(self, step: int) -> bool:
+        """Whether the answers of a step were sampled before; those of a run with other data or options are dropped."""
+        if (recorded := self.pending.get(step)) is None:
+            return False
+        numbers, prompts = self._prompts(step)
+        digest = prompts_digest([prompt.tokens for prompt in prompts])
+        if (misfit := recorded.misfit(self.config, numbers.tolist(), digest, self.vocabulary)) is None:
+            return True
+        if self.ranks.is_main:
+            print(f"warning: step {step + 1} is sampled anew: of what the checkpoint holds of it, {misfit}", flush=True)
+        for number in self.pending:
+            self.checkpoints.extra.pop(f"{_PENDING}{number}", None)
+        self.pending.clear()
+        return False
 
     def _prompts(self, step: int) -> tuple[np.ndarray, list[Prompt]]:
         """For each answer of a step: the number of the document that it answers, and its prompt."""
@@ -213,7 +228,16 @@ class Sampler:
     def _sample(self, prompts: Sequence[np.ndarray], randoms: np.ndarray | None, beat: Beat) -> Sampled:
         """Answers to all prompts, equal on every rank; each rank samples its share in batches, unless a server does."""
         if self.served is not None:
-            return self.served.sample(prompts, randoms, beat)
+            size = self.config.global_batch_size * self.config.num_generations  # the limits of time are for one step
+            parts = [
+                self.served.sample(prompts[at : at + size], None if randoms is None else randoms[at : at + size], beat)
+                for at in range(0, len(prompts), size)
+            ]
+            return Sampled(
+                [tokens for part in parts for tokens in part.tokens],
+                [log_probs for part in parts for log_probs in part.log_probs],
+                [ended for part in parts for ended in part.ended],
+            )
         size, world, rank = self.config.per_device_eval_batch_size, self.mesh.sizes.data, self.mesh.data_rank
         own: list[tuple[int, np.ndarray, np.ndarray, bool]] = []
         self.backend.model.eval()

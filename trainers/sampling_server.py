@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ from trainers.run.log import without_secrets
 
 CONCURRENT = 128
 """Requests at a time; the server batches them."""
+_LEAST = -1e30
+"""Below it, a log-probability would not be finite in fp32."""
 ATTEMPTS = 4
 """Tries of a request that no answer came to, or one with status 5xx."""
 PAUSE = 1.0
@@ -226,9 +227,9 @@ class SamplingServer:
             raise self._wrong(f"{len(tokens)} tokens, more than {request.most_tokens}")
         if not isinstance(log_probs, list) or len(log_probs) != len(tokens):
             raise self._wrong("not a log-probability for each token")
-        if not all(type(value) in (int, float) and -math.inf < value < 1e-3 for value in log_probs):
+        if not all(type(value) in (int, float) and _LEAST < value < 1e-3 for value in log_probs):
             raise self._wrong("log-probabilities that are no finite numbers up to 0")
-        if choices[0].get("prompt_token_ids", request.prompts[number].tolist()) != request.prompts[number].tolist():
+        if choices[0].get("prompt_token_ids") not in (None, request.prompts[number].tolist()):
             raise self._wrong("an answer to another prompt")
         ends = [index for index, token in enumerate(tokens) if token in request.stops]
         if (ends[0] if ends else request.most_tokens - 1) != len(tokens) - 1:
@@ -285,7 +286,7 @@ class SamplingServer:
             except httpx.TransportError as error:
                 cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 continue
-            if status < 500 or path.endswith("lora_adapter"):  # there it is the answer to a bad adapter
+            if status < 500 or (path.endswith("lora_adapter") and status == 500):  # there it refuses an adapter
                 return status, text
             cause = f"status {status}: {_quoted(text)}"
         raise Interrupted(

@@ -1,11 +1,12 @@
 """Answers from a server that samples with the adapter as it is: exported, loaded, request, unloaded.
 
-An adapter is loaded under the name of its weights, `RUN-DIGEST`, so that no server can answer with those of another
-step, and the same weights are not loaded twice. Only the first rank talks to the server.
+An adapter is loaded under the name of the run and its weights, `RUN-FOLDER-DIGEST`, so that no server can answer with
+those of another step or run, and the same weights are not loaded twice. Only the first rank talks to the server.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import gather_full_tensors
 from trainers.run.errors import Interrupted, TrainingError
 from trainers.run.folder import RunFolder
-from trainers.run.from_run import ADAPTER_WEIGHTS
+from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainers.run.manifest import sha256, sync
 from trainers.sampling_server import SHORT_LIMIT, SamplingServer, ServerRequest
 
@@ -67,6 +68,8 @@ class ServedSampling:
         self.config, self.model, self.backend, self.ranks, self.run = config, model, backend, ranks, run
         self.vocabulary, self.stops, self.loaded = vocabulary, stops, ""
         self._server: SamplingServer | None = None
+        # Other runs of the same name may use the same server.
+        self.prefix = f"{run.id}-{hashlib.sha256(str(run.path.absolute()).encode()).hexdigest()[:8]}"
         self._on_main(lambda weights: self._begin(str(config.sampler_url), weights))
 
     def sample(self, prompts: Sequence[np.ndarray], randoms: np.ndarray | None, beat: Callable[..., None]) -> Sampled:
@@ -131,8 +134,12 @@ class ServedSampling:
         if self.ranks.is_main:
             try:
                 result = work(weights)
-            except (TrainingError, OSError) as error:
-                problem, again = str(error), isinstance(error, Interrupted)
+            except Exception as error:  # whatever a server makes of it: the other ranks wait for the outcome
+                again = isinstance(error, Interrupted)
+                known = isinstance(error, TrainingError | OSError)
+                problem = (
+                    str(error) if known else f"sampler_url={self.config.sampler_url}: {type(error).__name__}: {error}"
+                )
         result, problem, again = self.ranks.broadcast((result, problem, again))
         if problem is not None:
             raise (Interrupted if again else TrainingError)(problem)
@@ -143,7 +150,7 @@ class ServedSampling:
         config, server = self.config, SamplingServer(url, LONG_LIMIT)
         names = list(dict.fromkeys([config.model_name_or_path, model_path(config)]))
         for name in server.check(names, config.max_length):
-            if re.fullmatch(rf"{re.escape(self.run.id)}-[0-9a-f]{{16}}", name):
+            if re.fullmatch(rf"{re.escape(self.prefix)}-[0-9a-f]{{16}}", name):
                 server.unload(name)
         self.run.remove_served()
         self._server = server
@@ -156,11 +163,11 @@ class ServedSampling:
         """The server with these weights loaded in place of the last ones."""
         assert self._server is not None
         folder = self._written(weights)
-        name = f"{self.run.id}-{folder.name}"
+        name = f"{self.prefix}-{folder.name}"
         if name != self.loaded:
             if self.loaded:
                 self._server.unload(self.loaded)
-                shutil.rmtree(self.run.sampler / self.loaded.removeprefix(f"{self.run.id}-"), ignore_errors=True)
+                shutil.rmtree(self.run.sampler / self.loaded.removeprefix(f"{self.prefix}-"), ignore_errors=True)
                 self.loaded = ""
             self._server.load(name, folder)
             self.loaded = name
@@ -180,7 +187,8 @@ class ServedSampling:
         settings.save_pretrained(temporary)
         for path in temporary.iterdir():
             sync(path)  # the server may read it on another machine
-        folder = self.run.sampler / sha256(temporary / ADAPTER_WEIGHTS)[:16]
+        digests = [sha256(temporary / name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)]
+        folder = self.run.sampler / hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
         if folder.exists():
             shutil.rmtree(temporary)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import tempfile
@@ -16,10 +17,11 @@ from app.console import clean, counted, report, report_json, say
 from app.launch.foreground import run_program
 from app.launch.job import named_preset
 from trainers.config.command_line import option
+from trainers.config.fields import text_of
 from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig
-from trainers.config.parse import dump_yaml, whole_number
+from trainers.config.parse import Request, dump_yaml, whole_number
 from trainers.run.from_run import resolve_request
 
 DEFAULT_TOP_K, _MOST_TOP_K = 64, 4096
@@ -56,7 +58,7 @@ def record_verb(argv: Sequence[str]) -> int:
     config = None
     with mistakes:
         config = resolve_request(request)
-        if config.objective == "sft":  # of a preset for it, or by default
+        if config.objective == "sft" and "objective" not in request.chosen:  # of a preset for it, or by default
             request.options["objective"] = "distill"
             config = resolve_request(request)
         config = absolute_paths(config)
@@ -68,26 +70,38 @@ def record_verb(argv: Sequence[str]) -> int:
     assert top_k is not None
     for line in request.notes:
         say(clean(line))
-    return _record(config, top_k, Path(str(folder)).expanduser().absolute(), "json" in args.switches)
+    return _record(request, config, top_k, Path(str(folder)).expanduser().absolute(), "json" in args.switches)
 
 
-def _record(config: TrainConfig, top_k: int, folder: Path, as_json: bool) -> int:
-    _make(folder)
+def _record(request: Request, config: TrainConfig, top_k: int, folder: Path, as_json: bool) -> int:
+    _refuse_used(folder)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}")  # a part of a recording is of no use
     say(f"recording the {counted(top_k, 'most likely token', 'most likely tokens')} of {config.teacher} in {folder}")
     try:
-        document = _run(config, top_k, folder)
-    except BaseException:  # a part of a recording is of no use, and the folder must be empty for the next try
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        temporary.mkdir(parents=True)
+        document = _run(config, top_k, temporary)
+        temporary.rename(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     document["folder"] = str(folder)
     if as_json:
         report_json(document)
         return 0
     labels = " and ".join(f"{count:,} of {split}" for split, count in document["labels"].items())
     report(f"recorded what it predicts at each trained token, {labels}: {document['bytes'] / 2**20:,.1f} MiB")
-    preset = config.preset or "..."
-    report(f"next: tunesmith train {preset} --objective distill --teacher_log_probs {shlex.quote(str(folder))}")
+    report(f"next: tunesmith train {_options(request, folder)}")
     return 0
+
+
+def _options(request: Request, folder: Path) -> str:
+    """The options of the request as a command line, with the recording in place of the teacher."""
+    options = {**request.options, "objective": "distill", "teacher_log_probs": str(folder)}
+    chosen = {name: value for name, value in options.items() if name != "teacher"}
+    files = {"config": request.config} if request.config else {}
+    pairs = [f"--{name} {shlex.quote(text_of(value))}" for name, value in {**files, **chosen}.items()]
+    return " ".join([*([request.preset] if request.preset else []), *pairs])
 
 
 def _run(config: TrainConfig, top_k: int, folder: Path) -> dict[str, Any]:
@@ -110,16 +124,14 @@ def _run(config: TrainConfig, top_k: int, folder: Path) -> dict[str, Any]:
     return document
 
 
-def _make(folder: Path) -> None:
-    """Makes the folder.
-
-    Raises:
-        ConfigError: if it holds anything, or cannot be made.
-    """
+def _refuse_used(folder: Path) -> None:
+    """Raises ConfigError for a folder that holds anything, or for a file."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if any(folder.iterdir()):
+        if folder.exists() and any(folder.iterdir()):
             raise ConfigError.about("folder", str(folder), "is not empty", "name another one")
     except OSError as error:
-        problem = f"cannot be written: {error.strerror or error}"
-        raise ConfigError.about("folder", str(folder), problem, "name another one") from None
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError.about("folder", str(folder), f"cannot be written: {error.strerror or error}", "name another one")

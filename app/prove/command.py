@@ -40,7 +40,11 @@ def prove_verb(argv: Sequence[str]) -> int:
 
 def _refuse_sampled(plan: Plan, resumes: bool) -> None:
     """Raises ConfigError for what cannot be proved on the answers that the reference samples."""
-    objective = plan.reference.config.objective
+    config = plan.reference.config
+    objective = config.objective
+    if config.sampler_url is not None:
+        problem = "in a proof: a server's answers are not the same twice, nor recorded for every row"
+        raise ConfigError.about("sampler_url", config.sampler_url, problem, "leave it out: the reference samples")
     if plan.steps > KEPT_STEPS:
         problem = f"with objective={objective}: a run keeps the answers of {KEPT_STEPS} steps"
         raise ConfigError.about("--steps", plan.steps, problem, f"use {KEPT_STEPS} at most")

@@ -304,6 +304,22 @@ def test_p1_a_run_resumed_within_a_generation_goes_on_with_its_answers(name: str
 
 
 @pytest.mark.long
+def test_answers_of_other_options_are_sampled_anew(tmp_path: Path) -> None:
+    """Forced to go on with other options within a generation: what the checkpoint holds is of another run then."""
+    changes = {**AHEAD, "num_generations": 2, "force_resume": True}
+    again = {
+        **options("full", True, **grpo_options(**changes)),
+        "resume_from_checkpoint": ahead("single").checkpoints[0],
+    }
+    resumed = launch_well(tmp_path / "again", 1, again, strategy="single")
+    assert (
+        "step 11 is sampled anew: of what the checkpoint holds of it, its answers are to other prompts"
+        in resumed.output
+    )
+    assert len(read(10, resumed.run.rollouts)["answers"]) == 4 * 2
+
+
+@pytest.mark.long
 def test_p0_rerun_is_the_same_bit_for_bit() -> None:
     assert same_bits(grpo("fsdp2"), grpo("fsdp2", again=1))
 

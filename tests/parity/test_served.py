@@ -88,6 +88,21 @@ def test_a_server_with_the_adapter_of_another_step_is_named(tmp_path: Path) -> N
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["single", "tp"])
+def test_a_server_samples_for_several_steps(name: str, tmp_path: Path) -> None:
+    processes = load_strategy(name).num_processes
+    changes = {"steps_per_generation": 2, "eval_dataset_name": "none"}
+    with serving(BASE_DIR, "--enable-lora") as server:
+        finished = launch_well(tmp_path / "run", processes, options(sampler_url=server.url, **changes), strategy=name)
+        assert len(set(server.names("/load_lora_adapter"))) == STEPS / 2, "an adapter for each generation"
+    assert max(finished.series("sampler_difference")) < 1e-5
+    own = {"recorded_answers": str(finished.run.rollouts), "eval_dataset_name": "none"}
+    replayed = launch_well(tmp_path / "replayed", processes, options(**own), strategy=name)
+    assert replayed.series("loss") == pytest.approx(finished.series("loss"), abs=1e-5)
+    assert replayed.series("grad_norm") == pytest.approx(finished.series("grad_norm"), rel=1e-4)
+
+
+@pytest.mark.long
 def test_at_another_temperature(tmp_path: Path) -> None:
     with serving(BASE_DIR, "--enable-lora") as server:
         refused = start(tmp_path / "raw", "single", sampler_url=server.url, temperature=0.7)

@@ -41,6 +41,8 @@ def sampler_mistakes(config: TrainConfig) -> list[Mistake]:
 
 def _url_problem(url: str) -> tuple[str, str] | None:
     """What is wrong with an address, and the remedy."""
+    import httpx  # few runs need it
+
     example = "use one such as http://127.0.0.1:8000"
     try:
         parts = urlsplit(url)
@@ -55,4 +57,8 @@ def _url_problem(url: str) -> tuple[str, str] | None:
         return "has a query or a fragment", example
     if not url.isprintable() or " " in url:
         return "holds a space or an invisible character", example
+    try:
+        _ = httpx.URL(url).host  # decodes the name
+    except (httpx.InvalidURL, ValueError):  # as of a name that is none in any alphabet
+        return "has no valid name of a host", example
     return None

@@ -118,7 +118,8 @@ def _number(value: Any, column: str, optional: bool) -> float | None:
             return None
         raise RowError("missing key", f"{column!r} is missing or null, and the objective reads it")
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        plain = not isinstance(value, str) or (value.isascii() and "_" not in value)  # Python also reads 1_000
+        number = float(value) if plain and not isinstance(value, bool) else math.nan
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= _LARGEST_NUMBER:

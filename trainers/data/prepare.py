@@ -108,7 +108,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "limit": _limit(config, split),
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
         **({} if spec.formats == SFT_FORMATS else {"formats": spec.formats}),
-        **({"numeric": spec.columns} if spec.columns else {}),
+        **({"numeric": [[name, name in spec.optional_columns] for name in spec.columns]} if spec.columns else {}),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 

@@ -17,11 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.cache import TokenSet
+from trainers.run.teacher import META, array_paths
 
 if TYPE_CHECKING:
     from trainers.data.prepare import Split
 
-META = "teacher.json"
 VERSION = 1
 _BLOCK = 1 << 16  # labels that are checked at once
 _SUM_ERROR = 1e-3
@@ -85,11 +85,6 @@ class TeacherFile:
         return None
 
 
-def array_paths(folder: Path, split: str) -> list[Path]:
-    """The files of the arrays of a split: ids, log-probabilities, starts."""
-    return [folder / f"{split}.{name}.npy" for name in ("ids", "log_probs", "starts")]
-
-
 def open_teacher_file(config: TrainConfig, split: Split, documents: TokenSet) -> TeacherFile:
     """The recorded predictions for one split of a run.
 
@@ -115,7 +110,8 @@ def open_teacher_file(config: TrainConfig, split: Split, documents: TokenSet) ->
         option = "dataset_name" if split == "train" else "eval_dataset_name"
         raise _refusal(
             folder, f"was recorded of other {split} data, or of the same with another template or other options",
-            f"record again with this {option}, max_length, chat_template and tokenizer",
+            f"record again with this {option}, chat_template, tokenizer and all that chooses and cuts rows "
+            "(max_length, overlong, columns, thoughts, max_train_samples, max_eval_samples, eval_share with its seed)",
         )  # fmt: skip
     try:
         return TeacherFile(folder, split, recording)

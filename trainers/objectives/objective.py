@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -56,7 +57,12 @@ class OwnLoss:
         Raises:
             ConfigError: if the loss is no scalar or has no gradient, or there are more or fewer metrics than names.
         """
-        loss, metrics = self.loss(log_probs, documents)
+        result: Any = self.loss(log_probs, documents)
+        if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(v, torch.Tensor) for v in result)):
+            problem = f"returns {type(result).__name__}, not a tuple of two tensors, the loss and the metrics"
+            remedy = "return loss, torch.stack([...]); without metrics, loss.new_zeros(0)"
+            raise ConfigError.about("objective", type(self.loss).__name__, problem, remedy)
+        loss, metrics = result
         if self.spec.mismatched and documents.desirable is None:  # the divergence of mismatched documents, no loss
             return loss, metrics
         names, shape = self.spec.metrics, list(metrics.shape)

@@ -9,6 +9,7 @@ import importlib.util
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainers.config.options import TrainConfig
 from trainers.config.reward_file import schema_version
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
 from trainers.run.manifest import read_manifest
-from trainers.run.teacher import teacher_version
+from trainers.run.teacher import TEACHERS, teacher_version
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
 EXTRAS = ("bitsandbytes", "deepspeed")
@@ -42,7 +43,8 @@ FREE = frozenset({
 tolerance. Includes the names of the data and of a teacher, as their content is compared."""
 FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
-"""Options for the length of a run; they may change if the learning rate of a step does not depend on the length."""
+"""Options for the length of a run; they may change if the learning rate of a step does not depend on the length, and
+not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
 """Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
 
@@ -122,11 +124,16 @@ def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mi
 def changed_versions(manifest: dict[str, Any], installed: dict[str, str]) -> list[Mistake]:
     """Returns each package whose version differs from when the checkpoint was saved."""
     then, step = manifest["versions"], manifest["step"]
-    return [
+    changed = [
         Mistake("", None, f"{name} is {number}, and was {then[name]} when the checkpoint of step {step} was saved")
         for name, number in installed.items()
         if name in then and then[name] != number
     ]
+    for before, now in permutations(TEACHERS, 2):
+        if before in then and now in installed and now not in then:
+            problem = f"{now} takes the place of {before}, which the checkpoint of step {step} was trained with"
+            changed.append(Mistake("", None, problem))
+    return changed
 
 
 def refusals(
@@ -149,7 +156,8 @@ def refusals(
     if force:
         return misfits
     moved = ["sampler_url"] if config.get("sampler_url") and manifest["config"].get("sampler_url") else []
-    pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if _rate_is_free_of_length(config) else ())}
+    free_length = _rate_is_free_of_length(config) and manifest["step"] % (config.get("steps_per_generation") or 1) == 0
+    pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if free_length else ())}
     remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
     return misfits + [replace(change, remedy=remedy) for change in others]

@@ -15,6 +15,11 @@ from trainers.run.folder import cache_folder, read_json, write_json
 from trainers.run.manifest import sha256
 from trainers.run.weight_headers import base_folder, cached_folder
 
+META = "teacher.json"
+"""In a folder of recorded predictions: what they are of."""
+TEACHERS = ("the teacher", "the recorded teacher")
+"""What a run may learn from, as `teacher_version` names it."""
+
 
 def teacher_version(config: TrainConfig) -> dict[str, str]:
     """`{"the teacher": DIGEST}`, as checkpoints record it; empty without one, or if it is not on this machine.
@@ -23,14 +28,20 @@ def teacher_version(config: TrainConfig) -> dict[str, str]:
     """
     if config.objective_spec.teacher and config.teacher_log_probs is not None:
         recorded = Path(config.teacher_log_probs)
-        return {"the recorded teacher": files_digest(sorted(recorded.iterdir()))} if recorded.is_dir() else {}
+        files = [recorded / META, *array_paths(recorded, "train"), *array_paths(recorded, "eval")]
+        return {TEACHERS[1]: files_digest(files)} if recorded.is_dir() else {}
     frozen = frozen_config(config)
     if frozen is None:
         return {}
-    name = "the teacher" if config.objective_spec.teacher else "the initial model"
+    name = TEACHERS[0] if config.objective_spec.teacher else "the initial model"
     folder = base_folder(frozen)
     local = folder if folder.is_dir() else cached_folder(frozen)
     return {} if local is None else {name: teacher_digest(local)}
+
+
+def array_paths(folder: Path, split: str) -> list[Path]:
+    """The files of recorded predictions for a split: ids, log-probabilities, starts."""
+    return [folder / f"{split}.{name}.npy" for name in ("ids", "log_probs", "starts")]
 
 
 def teacher_digest(folder: Path) -> str:

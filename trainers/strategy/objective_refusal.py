@@ -22,6 +22,8 @@ def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
     if samples and config.sampler_url is None and sizes.tp * sizes.sequence_shards * sizes.ep > 1:
         remedy = "use fsdp2, a server (sampler_url), or recorded_answers without evaluation data"
         return f"{objective} with {sizes}: only data-parallel ranks sample answers; {remedy}"
+    if samples and sizes.ep > 1:
+        return f"{objective} with {sizes}: not tested with a server; use fsdp2, for instance"
     if samples and config.recorded_answers is None and config.steps_per_generation > 1 and sizes.sequence_shards > 1:
         return (
             f"steps_per_generation={config.steps_per_generation} with {sizes}: ranks that share a row know only some "

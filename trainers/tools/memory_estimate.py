@@ -30,6 +30,7 @@ from trainers.config.presets import published_config
 from trainers.config.teacher import frozen_config, teacher_config
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
+from trainers.data.layout import TopTokens
 from trainers.model.attention import KERNELS
 from trainers.model.experts import chosen_count, expert_share
 from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
@@ -62,6 +63,8 @@ _MEMORY = ("fixed", "layer", "later", "heap_fixed", "heap_layer")
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _TIMED = 0.3
 """Seconds for which to time matrix products."""
+_TOP_K = 64
+"""Tokens that `tunesmith record` keeps of each label by default."""
 _NIBBLE, _SCALES = 0.5, 0.127 / 8
 """Bytes of a 4-bit weight, and of its share of the unsharded scales (see `trainers/model/quantization.py`)."""
 
@@ -164,6 +167,12 @@ def _small_teacher(config: TrainConfig, teacher: Any) -> Teacher:
     return Teacher(model, compute_dtype(config), Divergence.of(config.objective_options()))
 
 
+def _top_tokens(labels: int, loss: LossModule) -> TopTokens:
+    """Recorded predictions for some labels; a recording keeps about so many of each."""
+    top_k = min(_TOP_K, loss.vocab_size - 1)
+    return TopTokens(torch.zeros(labels, top_k, dtype=torch.int64), torch.zeros(labels, top_k + 1), loss.vocab_size)
+
+
 def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, teacher: Any = None) -> Peaks:
     """Returns the peak bytes of a micro-batch, forward and backward, in addition to weights and gradients.
 
@@ -178,9 +187,12 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, t
     with FakeTensorMode():
         as_fakes(model)
         loss = LossModule(model, compute_dtype(config))
+        taught: bool | TopTokens = beside is not None
         if beside is not None:
             as_fakes(beside)
             loss.teacher = beside
+        elif config.objective_spec.teacher and config.teacher_log_probs is not None:
+            taught, loss.divergence = _top_tokens(rows * length, loss), Divergence.of(config.objective_options())
         for weight in loss.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
         known = [tensor for weight in loss.parameters() for tensor in (weight, weight.grad) if tensor is not None]
@@ -191,7 +203,7 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, t
         loss.train()
         with live:
             every = ids.new_zeros(ids.numel())
-            loss(ids, torch.zeros_like(ids), None, every, every, taught=beside is not None)[0].backward()
+            loss(ids, torch.zeros_like(ids), None, every, every, taught=taught)[0].backward()
     return live.peaks
 
 

@@ -23,11 +23,12 @@ from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
 from trainers.data.batches import Rows
 from trainers.data.prepare import Split, TokenSet, prepare
-from trainers.data.teacher_file import META, VERSION, Recording, array_paths
+from trainers.data.teacher_file import VERSION, Recording
 from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.model.load import compute_dtype, load_base, load_model_config
 from trainers.objectives.teacher import Frozen
 from trainers.run.folder import write_json
+from trainers.run.teacher import META, array_paths
 from trainers.tools.preflight import check_model, check_positions, check_token_ids, machine_mistakes
 
 

@@ -30,6 +30,8 @@ GRPO: dict[str, Any] = {
         ("http://host:8000/?key=secret", "has a query or a fragment"),
         ("http://host:8000/#secret", "has a query or a fragment"),
         ("http://host:8000/a b", "holds a space"),
+        ("http://xn--:8000", "has no valid name of a host"),
+        ("http://ex\u00e4mple_:8000", "has no valid name of a host"),
     ],
 )
 def test_an_address_that_is_refused(url: str, sentence: str) -> None:
@@ -81,6 +83,19 @@ def test_meshes_that_do_not_sample_train_with_a_server(name: str) -> None:
     problem = refusal(load_strategy(name), build({**evaluated, "sampler_url": None}), has_gpu=False)
     assert problem is not None
     assert "only data-parallel ranks sample answers; use fsdp2, a server (sampler_url)" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "sentence"),
+    [
+        ("ep", {}, "not tested with a server"),
+        ("sp", {"steps_per_generation": 2}, "steps_per_generation=2 with sp 2: ranks that share a row"),
+        ("tp", {"steps_per_generation": 2}, ""),
+    ],
+)
+def test_what_a_server_does_not_help(name: str, changes: dict[str, Any], sentence: str) -> None:
+    problem = refusal(load_strategy(name), build({**GRPO, **changes}), has_gpu=False)
+    assert problem is None if not sentence else sentence in str(problem)
 
 
 def test_pipelines_are_refused_all_the_same() -> None:

@@ -80,7 +80,7 @@ def test_a_column_is_mapped_and_read_of_every_kind_of_file(tmp_path: Path) -> No
         assert list(data.report.unused) == ["x"]
 
 
-@pytest.mark.parametrize("value", ["much", True, float("nan"), float("inf"), [1], 1e30, "", None, ...])
+@pytest.mark.parametrize("value", ["much", "1_5", "\u0663", True, float("nan"), float("inf"), [1], 1e30, "", None, ...])
 def test_what_is_no_number_in_a_column_is_refused_with_file_and_line(value: Any, tmp_path: Path) -> None:
     given = {} if value is ... else {"my_col": value}
     lacking = value is None or value is ...
@@ -89,6 +89,14 @@ def test_what_is_no_number_in_a_column_is_refused_with_file_and_line(value: Any,
         weighted(tmp_path, [row(1, my_col=1), row(2, **given)], columns={"weight": "my_col"})
     data = weighted(tmp_path, [row(1, my_col=1), row(2, **given)], columns={"weight": "my_col"}, bad_rows="skip")
     assert (data.numbers.tolist(), data.report.bad) == ([[1], [1]], 1)
+
+
+def test_data_without_a_column_is_not_taken_from_where_it_may_lack(tmp_path: Path) -> None:
+    rows = [row(1), row(2)]
+    assert np.isnan(weighted(tmp_path, rows, "class Own: spec = {'like': 'reward'}").numbers).all()
+    required = "class Own: spec = {'like': 'reward', 'columns': ['margin']}"
+    with pytest.raises(ConfigError, match="'margin' is missing or null, and the objective reads it"):
+        weighted(tmp_path, rows, required)
 
 
 def test_a_single_answer_has_its_number_and_a_pair_gives_its_own_to_both(tmp_path: Path) -> None:

@@ -98,6 +98,8 @@ def test_a_loss_that_is_no_sum_or_has_no_gradient_is_refused(tmp_path: Path) -> 
     for wrong, problem in (
         ("log_probs", "of shape [4], not a sum"),
         ("log_probs.detach().sum()", "without a gradient"),
+        ("1.0", "returns tuple, not a tuple of two tensors, the loss and the metrics"),
+        ("None", "returns tuple, not a tuple of two tensors"),
     ):
         loss = document_loss(config(written(tmp_path, source.replace("return log_probs.sum()", f"return {wrong}"))))
         with pytest.raises(ConfigError) as caught:

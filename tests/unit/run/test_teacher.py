@@ -19,7 +19,7 @@ from trainers.data.vocabulary import refuse_other_vocabulary
 from trainers.embedded import BASE_DIR
 from trainers.run.compatibility import plain, recorded_versions, refusals
 from trainers.run.from_run import refuse_adapter_start, resolve_request
-from trainers.run.teacher import teacher_digest
+from trainers.run.teacher import TEACHERS, teacher_digest
 from trainers.strategy.strategy import load_strategy, refusal
 from trainers.tools.preflight import check
 
@@ -186,3 +186,24 @@ def test_a_resume_compares_the_content_of_the_teacher(tmp_path: Path, elsewhere:
         mistakes = refusals(manifest, plain(other), recorded_versions(other))
         assert [str(mistake).startswith(problem) for mistake in mistakes] == ([True] if problem else [])
     assert "the teacher" not in recorded_versions(build({**DATA, "objective": "sft", "teacher": str(first)}))
+
+
+STAYS = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "warmup_steps": 0}
+
+
+def test_a_resume_that_changes_between_a_loaded_and_a_recorded_teacher_is_refused() -> None:
+    def manifest(teacher: str) -> dict[str, object]:
+        return {"config": {}, "versions": {teacher: "0123"}, "step": 4}
+
+    loaded, recorded = TEACHERS
+    for before, now in ((loaded, recorded), (recorded, loaded)):
+        (refused,) = refusals(manifest(before), STAYS, {now: "0123"})
+        assert f"{now} takes the place of {before}" in str(refused)
+        assert refusals(manifest(before), STAYS, {before: "0123"}) == []
+
+
+def test_a_run_grows_only_between_generations() -> None:
+    """Its last steps were left out of what was sampled at once."""
+    then = {**STAYS, "max_steps": 6, "steps_per_generation": 4}
+    for step, count in ((8, 0), (6, 1)):
+        assert len(refusals({"config": then, "versions": {}, "step": step}, {**then, "max_steps": 9}, {})) == count
