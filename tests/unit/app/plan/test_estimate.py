@@ -30,7 +30,7 @@ from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import in_flight
 from trainers.strategy.strategy import load_strategy
 from trainers.strategy.traffic import by_layer, head_size, key_heads
-from trainers.tools.memory_estimate import _few, case, count_peaks, empty_model, teacher_sizes, weights
+from trainers.tools.memory_estimate import _few, _top_tokens, case, count_peaks, empty_model, teacher_sizes, weights
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -49,10 +49,10 @@ def config(**values: Any) -> TrainConfig:
 def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa", teacher: Any = None) -> int:
     """Bytes that a forward and backward pass of the real model has allocated at most, as torch's profiler saw them."""
     model = LossModule(build_model(settings), compute_dtype(settings))
+    divergence = Divergence.of(settings.objective_options()) if settings.teacher_log_probs else None
+    model.divergence = divergence
     if teacher is not None:
-        options = settings.objective_options()
-        del options["teacher"]
-        model.teacher = Teacher(teacher, compute_dtype(settings), Divergence(**options))
+        model.teacher = Teacher(teacher, compute_dtype(settings), Divergence.of(settings.objective_options()))
         model.teacher.base.set_attn_implementation(KERNELS[kernel])
     model.base.set_attn_implementation(KERNELS[kernel])
     model.train()
@@ -61,7 +61,8 @@ def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa", teacher: A
     ids = torch.zeros(rows, LENGTH, dtype=torch.int64)
     places, every = torch.arange(LENGTH).expand(rows, LENGTH), torch.zeros(rows * LENGTH, dtype=torch.int64)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-        model(ids, places, None, every, every, taught=teacher is not None)[0].backward()
+        taught = teacher is not None if divergence is None else _top_tokens(rows * LENGTH, model)
+        model(ids, places, None, every, every, taught=taught)[0].backward()
     now = most = 0
     for event in seen.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() == "[memory]":
@@ -105,6 +106,12 @@ def test_a_teacher_needs_what_torch_allocates(loss_type: str, options: dict[str,
         assert counted == pytest.approx(allocated(settings, 8, teacher=real), rel=0.02)
     alone = count_peaks(settings, empty_model(settings, shape), 8, LENGTH).highest
     assert counted > 1.3 * alone, "control: the teacher is seen"
+
+
+def test_a_recorded_teacher_needs_what_torch_allocates() -> None:
+    settings = config(objective="distill", teacher_log_probs="recorded")
+    counted = count_peaks(settings, empty_model(settings, load_model_config(settings)), 8, LENGTH).highest
+    assert counted == pytest.approx(allocated(settings, 8), rel=0.02)
 
 
 def test_the_weights_of_a_teacher_are_those_that_are_loaded() -> None:
