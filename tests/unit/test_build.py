@@ -86,7 +86,7 @@ def test_a_pipeline_on_gpus_is_proved_on_the_cpu_before_it_is_cut(family: str, m
 
 
 def test_a_single_process_frees_its_model_before_the_export() -> None:
-    accelerator, context = Accelerator(cpu=True), SimpleNamespace(backend=nn.Linear(2, 2), bare=None)
+    accelerator, context = Accelerator(cpu=True), SimpleNamespace(backend=nn.Linear(2, 2), bare=None, sampler=None)
     accelerator.prepare(context.backend)
     freed = weakref.ref(context.backend)
     build.tear_down(accelerator, SimpleNamespace(close=lambda: None), context)  # type: ignore[arg-type]

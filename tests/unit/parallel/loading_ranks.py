@@ -147,7 +147,7 @@ def main(folder: Path, options: dict[str, Any], name: str, alone: bool) -> None:
     found |= {} if alone else differences(backend, loss, config)
     (folder / f"{ranks.rank}.json").write_text(json.dumps(found))
     del backend, loss
-    build.tear_down(accelerator, ranks, SimpleNamespace())
+    build.tear_down(accelerator, ranks, SimpleNamespace(sampler=None))
 
 
 if __name__ == "__main__":
