@@ -44,8 +44,8 @@ class Served:
         self.adapters: dict[str, tuple[str, str]] = {}
         """Name in peft and path, by name."""
         self.first: tuple[str, str] | None = None
-        self.made = 0
-        self.asked: list[tuple[str, str]] = []
+        self.answered = 0
+        self.received: list[tuple[str, str]] = []
         """Path and name of the model or adapter of each POST."""
 
     def load(self, name: str, path: str) -> tuple[int, Any]:
@@ -62,8 +62,8 @@ class Served:
         if rank > self.arguments.max_lora_rank:
             text = f"LoRA rank {rank} is greater than max_lora_rank {self.arguments.max_lora_rank}."
             return error(500, text, "InternalServerError")
-        self.made += 1
-        inner = f"a{self.made}"
+        self.answered += 1
+        inner = f"a{self.answered}"
         if isinstance(self.model, PeftModel):
             self.model.load_adapter(path, adapter_name=inner)
         else:
@@ -109,10 +109,10 @@ class Served:
                 logits, cache = output.logits[0, -1].float(), output.past_key_values
                 scaled = (logits / (temperature or 1.0)).log_softmax(-1)
                 token = int(torch.multinomial(scaled.exp(), 1, generator=generator) if temperature else logits.argmax())
-                given = scaled if self.arguments.logprobs_mode == "processed_logprobs" else logits.log_softmax(-1)
+                reported = scaled if self.arguments.logprobs_mode == "processed_logprobs" else logits.log_softmax(-1)
                 tokens.append(token)
-                log_probs.append(float(given[token]))
-                tops.append({f"token_id:{int(given.argmax())}": float(given.max())} if body["logprobs"] else {})
+                log_probs.append(float(reported[token]))
+                tops.append({f"token_id:{int(reported.argmax())}": float(reported.max())} if body["logprobs"] else {})
                 ids = torch.tensor([[token]])
                 if token in body["stop_token_ids"]:
                     break
@@ -144,7 +144,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/health":
             self._send(200, None)
         elif self.path == "/control":
-            self._send(200, self.served.asked)
+            self._send(200, self.served.received)
         elif self.path == "/v1/models":
             self._answer(self.served.models)
         else:
@@ -156,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/control":
             vars(settings).update(body)
             return self._send(200, None)
-        served.asked.append((self.path, body.get("lora_name", body.get("model"))))
+        served.received.append((self.path, body.get("lora_name", body.get("model"))))
         if settings.raw and self.path == "/v1/completions":
             return self._send(settings.raw["status"], settings.raw["content"], settings.raw.get("headers"))
         if self.path == "/v1/completions":
@@ -251,8 +251,8 @@ class Running:
 
     def names(self, end: str) -> list[str]:
         """Names of models or adapters in the requests to a path so far, in order."""
-        asked = httpx.get(f"{self.url}/control", **PLAIN).json()
-        return [name for path, name in asked if path.endswith(end)]
+        requests = httpx.get(f"{self.url}/control", **PLAIN).json()
+        return [name for path, name in requests if path.endswith(end)]
 
 
 @contextlib.contextmanager

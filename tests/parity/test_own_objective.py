@@ -88,8 +88,8 @@ def own_options(kind: str = "Weighted", rows: str = "rows") -> dict[str, Any]:
     """What these runs change in those of the other parity tests."""
     folder = once("own-objective", write_data)
     data = str(folder / f"{rows}.jsonl")
-    given = {"objective": f"{folder}/own.py:{kind}", "columns": "weight=importance"}
-    return {**PAIRS, **given, "dataset_name": data, "eval_dataset_name": data}
+    own = {"objective": f"{folder}/own.py:{kind}", "columns": "weight=importance"}
+    return {**PAIRS, **own, "dataset_name": data, "eval_dataset_name": data}
 
 
 def own(name: str, method: str = "full", packing: bool = True, kind: str = "Weighted", rows: str = "rows") -> Finished:

@@ -55,12 +55,12 @@ def test_a_server_samples_as_the_ranks_would(name: str, tmp_path: Path) -> None:
         changes = {"strategy": name, API_KEY: KEY}
         finished = launch_well(tmp_path / "run", processes, options(sampler_url=server.url), **changes)
         loaded, unloaded = server.names("/load_lora_adapter"), server.names("/unload_lora_adapter")
-        asked = server.names("/completions")
+        requested = server.names("/completions")
     assert max(finished.series("sampler_difference")) < 1e-5
     assert min(finished.series("grad_norm")) > 1e-3, "control: it learns"
     assert loaded == unloaded, "one after the other"
     assert len(set(loaded)) == len(loaded) == STEPS + 1, "an adapter for each step, and that of the evaluation"
-    assert asked == [name for name in loaded[:-1] for _ in range(PROMPTS * GROUP)] + [loaded[-1]] * 3
+    assert requested == [name for name in loaded[:-1] for _ in range(PROMPTS * GROUP)] + [loaded[-1]] * 3
     assert not finished.run.sampler.exists()
     texts = [path.read_text(errors="replace") for path in finished.run.path.rglob("*") if path.is_file()]
     assert KEY not in "".join([finished.output, *texts])

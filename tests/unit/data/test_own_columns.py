@@ -54,8 +54,8 @@ def test_a_column_of_a_file_is_a_number_of_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", [True, False])
 def test_each_document_of_a_batch_has_the_number_of_its_row(packing: bool, tmp_path: Path) -> None:
     data = weighted(tmp_path, [row(number, weight=number) for number in range(9)])
-    given = {"model_name_or_path": "embedded", "dataset_name": "x", "max_length": 64, "packing": packing}
-    settings = build({**given, "objective": f"{tmp_path}/own.py:Own"})
+    needed = {"model_name_or_path": "embedded", "dataset_name": "x", "max_length": 64, "packing": packing}
+    settings = build({**needed, "objective": f"{tmp_path}/own.py:Own"})
     for count in (1, 2):
         rows = make_rows(settings, data, SequenceShard(0, count))
         scored = rows.collate(np.arange(len(rows))).scored
@@ -82,12 +82,12 @@ def test_a_column_is_mapped_and_read_of_every_kind_of_file(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("value", ["much", "1_5", "\u0663", True, float("nan"), float("inf"), [1], 1e30, "", None, ...])
 def test_what_is_no_number_in_a_column_is_refused_with_file_and_line(value: Any, tmp_path: Path) -> None:
-    given = {} if value is ... else {"my_col": value}
+    cell = {} if value is ... else {"my_col": value}
     lacking = value is None or value is ...
     problem = "'my_col' is missing or null" if lacking else "my_col is .*, not a number from -1e6 to 1e6"
     with pytest.raises(ConfigError, match=rf"rows.jsonl:2: .*{problem}"):
-        weighted(tmp_path, [row(1, my_col=1), row(2, **given)], columns={"weight": "my_col"})
-    data = weighted(tmp_path, [row(1, my_col=1), row(2, **given)], columns={"weight": "my_col"}, bad_rows="skip")
+        weighted(tmp_path, [row(1, my_col=1), row(2, **cell)], columns={"weight": "my_col"})
+    data = weighted(tmp_path, [row(1, my_col=1), row(2, **cell)], columns={"weight": "my_col"}, bad_rows="skip")
     assert (data.numbers.tolist(), data.report.bad) == ([[1], [1]], 1)
 
 
@@ -122,8 +122,8 @@ def test_the_preview_shows_what_training_would_refuse(tmp_path: Path) -> None:
     def preview(*rows: dict[str, Any], objective: str) -> Preview:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        given = {"model_name_or_path": "embedded", "dataset_name": str(path), "cache_dir": str(tmp_path / "cache")}
-        return Preview(build({**given, "objective": objective, "global_batch_size": 1}))
+        needed = {"model_name_or_path": "embedded", "dataset_name": str(path), "cache_dir": str(tmp_path / "cache")}
+        return Preview(build({**needed, "objective": objective, "global_batch_size": 1}))
 
     own = preview(row(1, weight=1), row(2, weight="x"), objective=f"{tmp_path}/own.py:Own")
     good, bad = own.rows(0, 2)["rows"]

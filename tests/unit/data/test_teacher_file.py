@@ -32,8 +32,8 @@ def config_of(folder: Path | None, **changes: Any) -> TrainConfig:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A copy of a recording of the embedded model."""
-    made = once("recorded-unit", lambda place: record(config_of(None), TOP_K, place) and None)
-    return Path(shutil.copytree(made, tmp_path / "recorded"))
+    recorded = once("recorded-unit", lambda target: record(config_of(None), TOP_K, target) and None)
+    return Path(shutil.copytree(recorded, tmp_path / "recorded"))
 
 
 def check(config: TrainConfig, vocab_size: int = VOCABULARY) -> None:
