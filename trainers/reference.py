@@ -2,21 +2,46 @@
 
 They are computed once, before the first step, under the run's own strategy: then the wrapped model is the initial one,
 whether all weights are trained or adapters, and no second model is held. Checkpoints contain them, so that a resumed
-run goes on with the same values.
+run goes on with the same values. The cache folder keeps them for later runs that would compute the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
+import os
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainers.data.batches import Rows
+from trainers.data.prepare import cache_dir
 from trainers.evaluation import reference_log_probs
+from trainers.run.compatibility import PLACES, versions
 from trainers.run.errors import TrainingError
+from trainers.run.folder import read_json, write_json
+from trainers.run.from_run import adapter_of
+from trainers.run.teacher import files_digest
+from trainers.run.weight_headers import base_folder, cached_folder
 from trainers.step import TrainContext
+
+_UNRELATED = frozenset({
+    *PLACES, "preset", "cache_dir", "run_name", "beta", "label_smoothing", "desirable_weight", "undesirable_weight",
+    "num_train_epochs", "max_steps", "learning_rate", "lr_scaling", "lr_scaling_batch_size", "lr_scheduler_type",
+    "min_lr_ratio", "warmup_steps", "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon",
+    "max_grad_norm", "eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model",
+    "early_stopping_patience", "early_stopping_threshold", "logging_steps", "save_steps", "save_total_limit",
+    "checkpoint_url", "max_restarts", "hang_timeout", "non_finite", "loss_spike_factor", "share_gpus", "report_to",
+    "profile_steps", "profile_ranks",
+    "merge_adapter", "export_dtype",
+})  # fmt: skip
+"""Options that cannot change a bit of the values. All others count, so a new option is safe until it is listed."""
+_KERNELS = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "PYTORCH_")
+"""How the names of environment variables begin that choose kernels."""
 
 
 def set_reference(context: TrainContext, folder: Path | None) -> None:
@@ -47,12 +72,70 @@ def set_reference(context: TrainContext, folder: Path | None) -> None:
 
 
 def _computed(context: TrainContext, rows: Rows) -> torch.Tensor:
-    began, config = time.perf_counter(), context.config
+    """`[documents]` from the cache folder, or computed and kept there. Collective."""
+    began, config, main = time.perf_counter(), context.config, context.ranks.is_main
+    file = _cache_file(context, rows)
+    count = len(rows.documents.lengths)
+    known: torch.Tensor | None = context.ranks.broadcast(_read(file, count) if file else None)
+    if known is not None:
+        if main:
+            print(f"log-probabilities of {count:,} documents under the initial model: of an earlier run", flush=True)
+        return known
     beat = partial(context.heartbeat.at, step=0)
     values = reference_log_probs(
         rows, context.backend, context.mesh, context.ranks, config.per_device_eval_batch_size, beat
     )
-    if context.ranks.is_main:
+    if main:
         seconds = time.perf_counter() - began
-        print(f"log-probabilities of {len(values):,} documents under the initial model: {seconds:.1f} s", flush=True)
+        print(f"log-probabilities of {count:,} documents under the initial model: {seconds:.1f} s", flush=True)
+    if file:
+        _write(file, values)
     return values
+
+
+def _cache_file(context: TrainContext, rows: Rows) -> Path | None:
+    """Where the values are kept, under a digest of all that determines their bits; None but on rank 0. Collective.
+
+    Runs that differ in the strategy, the size of a micro-batch or the machine agree up to rounding alone; each has
+    values of its own, so that a run is the same whether the cache is empty or not.
+    """
+    config, ranks = context.config, context.ranks
+    device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
+    kernels = {name: value for name, value in os.environ.items() if name.startswith(_KERNELS)}
+    machines = ranks.gather([device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), kernels])
+    if not ranks.is_main:
+        return None
+    base = base_folder(config)
+    folder = base if base.is_dir() else cached_folder(config)
+    if folder is None:
+        return None
+    sources = [folder, *filter(None, [adapter_of(config)])]
+    ingredients: dict[str, Any] = {
+        "options": {name: value for name, value in config.model_dump().items() if name not in _UNRELATED},
+        "weights": [files_digest(sorted(path for path in source.iterdir() if path.is_file())) for source in sources],
+        "data": rows.documents.fingerprint,
+        "strategy": context.run.accelerate.read_text(encoding="utf-8"),
+        "versions": versions(),
+        "machines": machines,
+    }
+    digest = hashlib.sha256(json.dumps(ingredients, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_dir(config) / "reference" / f"{digest}.json"
+
+
+def _read(file: Path, count: int) -> torch.Tensor | None:
+    """`[documents]` fp32; None if there is no such file, or it is damaged."""
+    document = read_json(file) or {}
+    try:
+        content = bytes.fromhex(document["values"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    if len(content) != 4 * count or hashlib.sha256(content).hexdigest() != document.get("sha256"):
+        return None
+    return torch.frombuffer(bytearray(content), dtype=torch.float32)
+
+
+def _write(file: Path, values: torch.Tensor) -> None:
+    content = values.numpy().tobytes()
+    with contextlib.suppress(OSError):  # the next run computes them again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, {"sha256": hashlib.sha256(content).hexdigest(), "values": content.hex()})

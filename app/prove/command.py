@@ -28,7 +28,7 @@ def prove_verb(argv: Sequence[str]) -> int:
         return 0
     plan, quiet = make_plan(args), "quiet" in args.switches
     if plan.reference.config.objective_spec.samples:
-        _refuse_sampled(plan, "resume" in args.own)
+        _refuse_sampled(plan)
     proof = (ResumeProof if "resume" in args.own else Proof)(plan, argv, quiet)
     proof.run()
     if "json" in args.switches:
@@ -38,20 +38,15 @@ def prove_verb(argv: Sequence[str]) -> int:
     return exit_status(proof.document)
 
 
-def _refuse_sampled(plan: Plan, resumes: bool) -> None:
+def _refuse_sampled(plan: Plan) -> None:
     """Raises ConfigError for what cannot be proved on the answers that the reference samples."""
     config = plan.reference.config
-    objective = config.objective
     if config.sampler_url is not None:
         problem = "in a proof: a server's answers are not the same twice, nor recorded for every row"
         raise ConfigError.about("sampler_url", config.sampler_url, problem, "leave it out: the reference samples")
     if plan.steps > KEPT_STEPS:
-        problem = f"with objective={objective}: a run keeps the answers of {KEPT_STEPS} steps"
+        problem = f"with objective={config.objective}: a run keeps the answers of {KEPT_STEPS} steps"
         raise ConfigError.about("--steps", plan.steps, problem, f"use {KEPT_STEPS} at most")
-    if resumes:
-        raise ConfigError(
-            f"--resume with objective={objective}: rows that sample and rows that replay differ in options"
-        )
 
 
 def exit_status(document: Mapping[str, Any]) -> int:

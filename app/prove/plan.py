@@ -224,7 +224,7 @@ def _fill(plan: Plan, command: _Command, entries: list[_Entry], settings: dict[s
             continue
         try:
             with _file_of(entry) as spec:
-                replays = row.world_size > 1 and user.objective_spec.samples
+                replays = user.objective_spec.samples and ("resume" in command.own or row.world_size > 1)
                 row.job = job(entry.name, _devices(command, row.world_size) | {"strategy": spec}, plan.control, replays)
         except ConfigError as error:
             if entry.is_file:

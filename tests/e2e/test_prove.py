@@ -55,6 +55,29 @@ def test_a_checkpoint_goes_on_under_the_other_strategy(tmp_path: Path) -> None:
     assert not list(Path(document["report_dir"]).rglob("*.safetensors"))
 
 
+@pytest.mark.long
+def test_a_checkpoint_goes_on_with_the_answers_of_the_reference(tmp_path: Path) -> None:
+    """A base that answers nothing right gets a reward for every character that is no space."""
+    (tmp_path / "reward.py").write_text(
+        "def dense(completions):\n    return [len(text.replace(' ', '')) for text in completions]\n"
+    )
+    words = [
+        "--objective",
+        "grpo",
+        "--num_generations",
+        "2",
+        "--max_completion_length",
+        "40",
+        "--global_batch_size",
+        "4",
+    ]
+    words += ["--reward_funcs", "reward.py:dense"]
+    status, document, said = prove("--resume", "--strategies", "single,ddp", "--steps", "2", *words, cwd=tmp_path)
+    assert status == 0, said
+    assert [row["passed"] for row in document["rows"]] == [True] * 4
+    assert all(norm > 0.01 for norm in document["reference"]["grad_norms"])  # so there is something to learn
+
+
 def test_the_mean_of_means_is_seen_in_a_model_that_was_cut(tmp_path: Path) -> None:
     words = ["--strategies", "ddp", "--steps", "3", "--control", "mean-of-means", "--layers", "2"]
     words += ["--output_dir", "report"]

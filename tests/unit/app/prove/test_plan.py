@@ -236,5 +236,10 @@ def test_rows_of_several_ranks_replay_the_answers_of_the_reference() -> None:
     folder = str(made.folder / "reference" / "rollouts")
     assert [row.job.config.recorded_answers for row in made.rows if row.job] == [None, folder, folder]
     assert made.reference.config.recorded_answers is None
+    resumed = plan("tiny-full", "--objective", "grpo", "--strategies", "single", "--resume", "--num_generations", "2",
+                   "--max_completion_length", "64")  # fmt: skip
+    assert [row.job.config.recorded_answers for row in resumed.rows if row.job] == [
+        str(resumed.folder / "reference" / "rollouts")
+    ]
     other = plan("tiny-full", "--strategies", "ddp")
     assert [row.job.config.recorded_answers for row in other.rows if row.job] == [None]
