@@ -126,7 +126,8 @@ def _spec_in(objective: str, source: bytes) -> ObjectiveSpec:
     if not isinstance(summary, str) or not summary.isprintable() or not 0 < len(summary) <= 200:
         raise _refusal(objective, "has a spec whose summary is not one line of text", "write one sentence")
     base, columns, metrics = OBJECTIVES[like], _columns(objective, values), _metrics(objective, values)
-    more: dict[str, Any] = {"loss_types": (), "variants": {}, "source": ""}
+    # A class may derive from that of `like`, which needs a type.
+    more: dict[str, Any] = {"loss_types": base.loss_types[:1], "variants": {}, "source": ""}
     more |= {"columns": tuple(dict.fromkeys((*base.columns, *columns))), "metrics": (*base.metrics, *metrics)}
     more |= {"optional_columns": tuple(column for column in base.optional_columns if column not in columns)}
     return replace(base, name=objective, label=name, title=name, summary=summary, **more)
@@ -172,8 +173,9 @@ def _literal(objective: str, node: ast.ClassDef) -> dict[Any, Any]:
     assigned = [
         statement.value
         for statement in node.body
-        if isinstance(statement, ast.Assign)
-        and any(isinstance(target, ast.Name) and target.id == "spec" for target in statement.targets)
+        if isinstance(statement, ast.Assign | ast.AnnAssign)
+        for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
+        if isinstance(target, ast.Name) and target.id == "spec" and statement.value is not None
     ]
     if not assigned:
         raise _refusal(objective, f"has no spec in its class {node.name}", _EXAMPLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,27 @@ def test_its_loss_is_computed(tmp_path: Path) -> None:
     assert metrics[1].item() == pytest.approx(margins.sum().item())
     plain, _ = document_loss(config("dpo", beta=0.3))(log_probs, documents)  # type: ignore[misc]
     assert plain.item() != pytest.approx(loss.item(), abs=1e-3), "control: without the margin it is another loss"
+
+
+@pytest.mark.parametrize(("like", "kind"), [("dpo", "Dpo"), ("cpo", "Cpo"), ("kto", "Kto"), ("simpo", "Simpo")])
+def test_a_class_may_derive_from_one_of_tunesmiths(tmp_path: Path, like: str, kind: str) -> None:
+    source = f"""from typing import Any, ClassVar
+
+from trainers.objectives.{like} import {kind}
+
+class Margin({kind}):
+    spec: ClassVar[dict[str, Any]] = {{"like": "{like}"}}
+
+    def __call__(self, log_probs, documents):
+        loss, metrics = super().__call__(log_probs, documents)
+        return 2 * loss, metrics
+"""
+    log_probs, documents = scored()
+    documents = replace(documents, desirable=torch.tensor([True, False, True, False]), kl=torch.tensor(0.1))
+    doubled, _ = document_loss(config(written(tmp_path, source)))(log_probs, documents)  # type: ignore[misc]
+    loss, _ = document_loss(config(like))(log_probs, documents)  # type: ignore[misc]
+    assert doubled.item() == pytest.approx(2 * loss.item())
+    assert loss.item() > 0
 
 
 @pytest.mark.parametrize(
