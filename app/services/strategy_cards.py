@@ -38,8 +38,8 @@ _FAILURE_SECONDS = 30.0
 """Seconds for which an estimate that failed is not tried again; the cause may have been the network's."""
 _NO_EFFECT = (
     "preset", "dataset_name", "eval_dataset_name", "eval_share", "num_train_epochs", "max_steps", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "warmup_ratio", "weight_decay", "run_name", "runs_dir", "output_dir", "seed",
-    "report_to", "logging_steps", "save_steps",
+    "lr_scheduler_type", "lr_num_cycles", "lr_power", "lr_decay_ratio", "lr_decay_type", "warmup_steps", "warmup_ratio",
+    "weight_decay", "run_name", "runs_dir", "output_dir", "seed", "report_to", "logging_steps", "save_steps",
 )  # fmt: skip
 """Options that people change often, and on which neither memory nor speed depends."""
 

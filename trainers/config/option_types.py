@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import date
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator
 from pydantic_core import PydanticCustomError
@@ -92,4 +92,8 @@ StepRange = Annotated[str | None, BeforeValidator(_step_range)]
 RankNames = Annotated[Names, AfterValidator(_ranks)]
 RewardNames = Annotated[Names, AfterValidator(_rewards)]
 Numbers = Annotated[list[float], BeforeValidator(_split_commas)]
+Schedule = Literal[
+    "constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt", "warmup_stable_decay"
+]
+"""Learning-rate schedules, by transformers' names."""
 ObjectiveName = Annotated[str, AfterValidator(_objective)]

@@ -26,8 +26,9 @@ from trainers.config.option_types import (
     Pairs,
     RankNames,
     RewardNames,
+    Schedule,
     StepRange,
-)
+)  # fmt: skip
 
 EMBEDDED = "embedded"
 FIXED_DATE = "2024-07-26"
@@ -238,10 +239,18 @@ class TrainConfig(BaseModel):
     """Scale the learning rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
     lr_scaling_batch_size: Annotated[int | None, Optionally] = _option("optimizer", None, "rows", ge=1, le=10**9)
     """Global batch size for which `learning_rate` was chosen."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine", "inverse_sqrt"] = _option("optimizer", "cosine")
+    lr_scheduler_type: Schedule = _option("optimizer", "cosine")
     """Learning-rate schedule after warm-up."""
     min_lr_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
-    """Final learning rate of the linear and cosine schedules, as a fraction of the peak."""
+    """Final learning rate of the schedules that decay, as a fraction of the peak."""
+    lr_num_cycles: int = _option("optimizer", 1, "cycles", ge=1, le=10**6)
+    """Cosines of cosine_with_restarts, each from the peak."""
+    lr_power: float = _option("optimizer", 1.0, gt=0, le=100)
+    """Power of the polynomial schedule; 1 is linear."""
+    lr_decay_ratio: float = _option("optimizer", 0.1, gt=0, le=1)
+    """Decay of warmup_stable_decay as a fraction of all steps; before it, the rate is constant."""
+    lr_decay_type: Literal["linear", "cosine", "1-sqrt"] = _option("optimizer", "linear")
+    """Shape of that decay; 1-sqrt: 1 - the square root of what is over."""
     warmup_steps: int = _option("optimizer", 0, "steps", ge=0, le=10**12)
     """Number of warm-up steps, over which the learning rate rises from 0; overrides `warmup_ratio`."""
     warmup_ratio: float = _option("optimizer", 0.0, ge=0, le=1)
@@ -377,13 +386,9 @@ class TrainConfig(BaseModel):
         ways = [f"use {max(1, round(total / rows)) * rows}"]
         fits = [n for n in range(data_parallel_size, 0, -1) if total % (micro * n) == 0]
         ways += [f"{n} data-parallel rank{'s' * (n > 1)}" for n in fits[:1]]
-        raise ConfigError.about(
-            "global_batch_size",
-            total,
-            f"is not divisible by per_device_train_batch_size={micro} x {data_parallel_size} data-parallel ranks "
-            f"= {rows}",
-            ", or ".join(ways),
-        )
+        ranks = f"{data_parallel_size} data-parallel ranks"
+        problem = f"is not divisible by per_device_train_batch_size={micro} x {ranks} = {rows}"
+        raise ConfigError.about("global_batch_size", total, problem, ", or ".join(ways))
 
     @property
     def label(self) -> str:

@@ -235,6 +235,10 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore(["attn_implementation"], "packing=false; sdpa does the same work", config.attn_implementation)
     if not config.gradient_checkpointing:
         ignore({"selective_checkpointing", "activation_offloading"} & changed, "gradient_checkpointing is off")
+    of_schedule = {"cosine_with_restarts": {"lr_num_cycles"}, "polynomial": {"lr_power"},
+                   "warmup_stable_decay": {"lr_decay_ratio", "lr_decay_type"}}  # fmt: skip
+    unread = set().union(*of_schedule.values()) - of_schedule.get(config.lr_scheduler_type, set())
+    ignore(unread & changed, f"lr_scheduler_type={config.lr_scheduler_type}")
     if config.min_lr_ratio and config.lr_scheduler_type in ("constant", "inverse_sqrt"):
         ignore(["min_lr_ratio"], f"lr_scheduler_type={config.lr_scheduler_type}", config.min_lr_ratio)
     if config.early_stopping_threshold and config.early_stopping_patience is None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainers.config.fields import text_of
+from trainers.config.lr_schedule import stable_steps
 from trainers.config.mistakes import Mistake
 from trainers.config.objective_file import file_version
 from trainers.config.options import TrainConfig
@@ -43,7 +44,7 @@ FREE = frozenset({
 tolerance. Includes the names of the data and of a teacher, as their content is compared."""
 FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
-"""Options for the length of a run; they may change if the learning rate of a step does not depend on the length, and
+"""Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
 STRUCTURE = ("method", "lora_r", "lora_target_modules", "num_hidden_layers")
 """Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
@@ -156,7 +157,9 @@ def refusals(
     if force:
         return misfits
     moved = ["sampler_url"] if config.get("sampler_url") and manifest["config"].get("sampler_url") else []
-    free_length = _rate_is_free_of_length(config) and manifest["step"] % (config.get("steps_per_generation") or 1) == 0
+    free_length = (
+        _rate_is_free_of_length(config, manifest) and manifest["step"] % (config.get("steps_per_generation") or 1) == 0
+    )
     pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if free_length else ())}
     remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
@@ -201,6 +204,12 @@ def plain(config: TrainConfig) -> dict[str, Any]:
     return config.model_dump(exclude=set(PLACES))
 
 
-def _rate_is_free_of_length(config: dict[str, Any]) -> bool:
-    warms_up_by_share = bool(config["warmup_ratio"]) and not config["warmup_steps"]
-    return config["lr_scheduler_type"] in ("constant", "inverse_sqrt") and not warms_up_by_share
+def _rate_is_free_of_length(config: dict[str, Any], manifest: dict[str, Any]) -> bool:
+    """Whether the steps up to a checkpoint had the same learning rates in a run of another length."""
+    kind, step = config["lr_scheduler_type"], manifest["step"]
+    if config["warmup_ratio"] and not config["warmup_steps"]:
+        return False
+    if kind == "warmup_stable_decay":  # as long as neither run has begun to decay
+        lengths = (config["max_steps"], manifest["config"].get("max_steps"))
+        return all(length and step <= stable_steps(length, config["lr_decay_ratio"]) for length in lengths)
+    return kind in ("constant", "inverse_sqrt")
