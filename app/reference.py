@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from trainers.config.fields import text_of
-from trainers.config.options import sections
+from trainers.config.fields import sections, text_of
 
 
 def options_table() -> str:

@@ -30,8 +30,8 @@ from trainers.run.weight_headers import base_folder, cached_folder
 from trainers.step import TrainContext
 
 _UNRELATED = frozenset({
-    *PLACES, "preset", "cache_dir", "run_name", "beta", "label_smoothing", "desirable_weight", "undesirable_weight",
-    "num_train_epochs", "max_steps", "learning_rate", "lr_scaling", "lr_scaling_batch_size", "lr_scheduler_type",
+    *PLACES, "preset", "cache_dir", "loraplus_lr_ratio", "run_name", "beta", "label_smoothing",
+    "desirable_weight", "undesirable_weight", "num_train_epochs", "max_steps", "learning_rate", "lr_scaling", "lr_scaling_batch_size", "lr_scheduler_type",
     "min_lr_ratio", "lr_num_cycles", "lr_power", "lr_decay_ratio", "lr_decay_type", "warmup_steps", "warmup_ratio",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "eval_steps", "eval_on_start",
     "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold",

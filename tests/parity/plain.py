@@ -51,6 +51,14 @@ def build(config: TrainConfig) -> nn.Module:
     return get_peft_model(model, adapters)
 
 
+def adamw(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW that decays matrices alone, with a rate of 1."""
+    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
+    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1.0)
+
+
 def rate(config: TrainConfig, step: int, total: int) -> float:
     """Cosine to 0, no warm-up, as the tests' options have it."""
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
@@ -65,6 +73,7 @@ def train(
     keep: Rows = lambda rows: rows,
     forget_optimizer: bool = False,
     build: Callable[[TrainConfig], nn.Module] = build,
+    adamw: Callable[[nn.Module, TrainConfig], torch.optim.Optimizer] = adamw,
 ) -> Curve:
     """Loss and gradient norm of every step.
 
@@ -73,13 +82,12 @@ def train(
         keep: control: the rows of a batch that are trained on.
         forget_optimizer: control: Adam's moments are lost half-way, as after a bad resume.
         build: makes the model.
+        adamw: makes the optimizer; its rates are multiplied by that of each step.
     """
     plan = plan_training(config, prepare(config, "train"), 1)
     model = build(config)
-    matrices = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim >= 2]
-    vectors = [weight for weight in model.parameters() if weight.requires_grad and weight.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
+    optimizer = adamw(model, config)
+    factors = [group["lr"] for group in optimizer.param_groups]
     curve = Curve()
     for step in range(plan.total_steps):
         if forget_optimizer and step == plan.total_steps // 2:
@@ -93,8 +101,8 @@ def train(
             loss = sum(batch_sums) / sum(counts)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = rate(config, step, plan.total_steps)
+        for group, factor in zip(optimizer.param_groups, factors, strict=True):
+            group["lr"] = factor * rate(config, step, plan.total_steps)
         optimizer.step()
         optimizer.zero_grad()
         curve.losses.append(loss.item())

@@ -6,9 +6,12 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from peft.optimizers import create_loraplus_optimizer
 
 from tests.launching import Finished
-from tests.parity.runs import curve, long, mostly_long, run
+from tests.parity import plain
+from tests.parity.runs import config, curve, long, mostly_long, run
 
 # How far off a learning rate is in the control of bf16's band.
 WRONG_RATE = {"full": 1.1, "lora": 1.5}
@@ -65,3 +68,23 @@ def test_compressed_gradients_train_and_are_named_as_outside_the_promise() -> No
     assert "ddp_comm_hook=fp16" in finished.output
     assert not curve(finished).agrees(curve(run(1, "full", True)))
     assert difference(finished, run(1, "full", True)) < bf16_band("full")
+
+
+LORAPLUS = {"loraplus_lr_ratio": 8.0, "learning_rate": 1e-4}
+
+
+def of_peft(model: torch.nn.Module, settings: Any) -> torch.optim.Optimizer:
+    """AdamW with peft's own groups of LoRA+."""
+    return create_loraplus_optimizer(
+        model, torch.optim.AdamW, lr=1.0, loraplus_lr_ratio=8.0, loraplus_weight_decay=settings.weight_decay
+    )
+
+
+@pytest.mark.parametrize(
+    "name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp"], ["fsdp2"])
+)
+def test_lora_plus_is_that_of_peft(name: str) -> None:
+    finished = curve(run(1 if name == "single" else 2, "lora", True, name, **LORAPLUS))
+    assert finished.agrees(plain.train(config("lora", True, **LORAPLUS), adamw=of_peft))
+    if name == "fsdp2":
+        assert not finished.agrees(plain.train(config("lora", True, **LORAPLUS)))  # control: one rate for all

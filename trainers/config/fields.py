@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal
 
 from trainers.config.labels import CHOICES, LABELS
-from trainers.config.options import sections
+from trainers.config.options import TrainConfig
 
 Kind = Literal["choice", "bool", "int", "float", "text", "list", "map"]
 TITLES = {
@@ -21,6 +21,15 @@ _KINDS: dict[Any, Kind] = {bool: "bool", int: "int", float: "float", list: "list
 _SIGNS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below", "max_length": "letters at most"}
 _NO_LIMIT = 10**9
 """Upper bounds from here on are only safety limits, and are not shown."""
+
+
+def sections() -> dict[str, dict[str, Any]]:
+    """Groups the options by section, in the order of `TrainConfig`: `{section: {name: FieldInfo}}`."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for name, field in TrainConfig.model_fields.items():
+        extra: Any = field.json_schema_extra
+        grouped.setdefault(extra["section"], {})[name] = field
+    return grouped
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ LABELS = {
     "lora_alpha": "Adapter scaling",
     "lora_dropout": "Adapter dropout",
     "lora_target_modules": "Modules with adapters",
+    "loraplus_lr_ratio": "Rate of B over that of A",
     "use_rslora": "Scaling stable at high ranks",
     # Objective
     "objective": "What to train for",

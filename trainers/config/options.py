@@ -102,6 +102,8 @@ class TrainConfig(BaseModel):
     """Rank of the adapters."""
     lora_alpha: float = _option("method", 32.0, gt=0)
     """LoRA scaling; the adapters' output is multiplied by alpha / r."""
+    loraplus_lr_ratio: float = _option("method", 1.0, ge=1, le=10**4)
+    """Learning rate of the adapters' B matrices over that of their A matrices (LoRA+); its paper advises 16."""
     lora_dropout: float = _option("method", 0.0, ge=0, lt=1)
     """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
     lora_target_modules: Names = _option("method", ["all-linear"], min_length=1)
@@ -471,15 +473,6 @@ def precision_lines(config: TrainConfig) -> list[str]:
     if config.mixed_precision != "bf16":
         return []
     return ["mixed_precision=bf16: matrix products in bf16; strategies agree within its measured band, not to the bit"]
-
-
-def sections() -> dict[str, dict[str, Any]]:
-    """Groups the options by section, in the order of `TrainConfig`: `{section: {name: FieldInfo}}`."""
-    grouped: dict[str, dict[str, Any]] = {}
-    for name, field in TrainConfig.model_fields.items():
-        extra: Any = field.json_schema_extra
-        grouped.setdefault(extra["section"], {})[name] = field
-    return grouped
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:

@@ -263,9 +263,9 @@ def zero_missing_gradients(weights: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def set_rate(optimizer: Any, rate: float) -> None:
-    """Sets the learning rate of every parameter group."""
+    """Sets the learning rate of every parameter group to `rate` times the group's own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("rate_factor", 1.0)
 
 
 def trained_weights(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -36,14 +36,18 @@ def parameter_groups(
         trained: names and weights, which a strategy may have sharded and flattened.
         shapes: shapes of the unsharded weights by name.
         config: the run's config.
+
+    Returns:
+        Each with a `rate_factor`, by which the learning rate is multiplied.
     """
-    matrices = [weight for name, weight in trained if len(shapes[name]) >= 2]
-    vectors = [weight for name, weight in trained if len(shapes[name]) < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+    by_kind: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    for name, weight in trained:
+        factor = config.loraplus_lr_ratio if "lora_B" in name else 1.0
+        by_kind.setdefault((len(shapes[name]) >= 2, factor), []).append(weight)
+    return [
+        {"params": weights, "weight_decay": config.weight_decay * is_matrix, "rate_factor": factor}
+        for (is_matrix, factor), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
     ]
-    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from app.reference import options_table
 from trainers.config.fields import fields as option_fields
+from trainers.config.fields import sections
 from trainers.config.labels import CHOICES, LABELS
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import TrainConfig, sections
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml, parse_request
 from trainers.config.validation import build, ignored_choices
 from trainers.config.yaml_file import read_yaml
