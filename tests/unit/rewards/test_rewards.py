@@ -242,7 +242,7 @@ def test_numbers_too_large_to_divide_fit_no_schema(tmp_path: Path) -> None:
 def test_a_schema_is_checked_again_at_a_resume_and_ignored_without_its_reward(tmp_path: Path) -> None:
     config = build({**GRPO, "reward_funcs": "json_schema", "reward_schema": schema_file(tmp_path, PET)})
     before = recorded_versions(config)
-    assert "the reward_schema schema.json" in before
+    assert "the reward_schema" in before
     schema_file(tmp_path, {**PET, "required": []})
     assert recorded_versions(config) != before
     other = build({**GRPO, "reward_schema": str(tmp_path / "schema.json")})
