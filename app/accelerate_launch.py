@@ -11,6 +11,7 @@ from pathlib import Path
 from app.hardware import Devices, cpu_count
 from trainers.run.folder import RunFolder
 from trainers.run.import_path import child_environment
+from trainers.run.launch import FREE_PORT
 from trainers.strategy.strategy import Machines
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,7 +56,7 @@ def _new_run_argv(run: RunFolder, num_processes: int, machines: Machines | None)
         network = ["--num_machines", str(machines.count), "--machine_rank", str(machines.rank)]
         network += ["--main_process_ip", machines.ip, "--main_process_port", str(machines.port)]
     else:
-        network = ["--main_process_port", "0"] if num_processes > 1 else []
+        network = [*FREE_PORT]
     launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     return [*launcher, "--num_processes", str(num_processes), *network, str(TRAIN_SCRIPT), "--config", str(run.config)]
 
@@ -77,10 +78,9 @@ def by_hand_line(strategy_file: Path, devices: Devices, options: Sequence[str]) 
     """
     script = Path(sys.executable).with_name("accelerate")
     program = [str(script)] if script.exists() else [sys.executable, "-P", "-m", "accelerate.commands.accelerate_cli"]
-    port = ["--main_process_port", "0"] if devices.num_processes > 1 else []
     launcher = [*program, "launch", "--config_file", str(strategy_file), "--num_processes", str(devices.num_processes)]
     variables = [f"{name}={value}" for name, value in _device_variables(devices).items()]
-    return " ".join([*variables, shlex.join([*launcher, *port, str(TRAIN_SCRIPT), *options])])
+    return " ".join([*variables, shlex.join([*launcher, *FREE_PORT, str(TRAIN_SCRIPT), *options])])
 
 
 def read_command_line(line: str) -> tuple[list[int], list[str]]:

@@ -27,6 +27,8 @@ from trainers.strategy.strategy import Strategy, from_launcher, resolve
 
 SUPERVISED = "TUNESMITH_SUPERVISED"
 SCRIPT = "train.py"
+FREE_PORT = ("--main_process_port", "0")
+"""Flags of a launch on one machine; also for one process, as FSDP has a process group of it."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -161,9 +163,7 @@ def write_run_files(run: RunFolder, config: TrainConfig, strategy: Strategy) -> 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = [f"CUDA_VISIBLE_DEVICES={visible}"] if visible is not None else []
     command = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
-    if strategy.num_processes > 1:
-        command += ["--main_process_port", "0"]
-    command += [str(ROOT / "trainers" / SCRIPT), "--config", str(run.config)]
+    command += [*FREE_PORT, str(ROOT / "trainers" / SCRIPT), "--config", str(run.config)]
     write_atomic(run.command, " ".join([*devices, shlex.join(command)]) + "\n")
 
 

@@ -71,10 +71,10 @@ def test_a_line_from_elsewhere_is_read_without_ids(line: str) -> None:
     assert read_command_line(line)[0] == []
 
 
-def test_the_launcher_gets_a_free_port_only_for_several_processes(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    assert "--main_process_port" not in launch_argv(run, 1)
-    argv = launch_argv(run, 2, "auto")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_launcher_takes_a_free_port(processes: int, tmp_path: Path) -> None:
+    """Also for one process, as FSDP has a process group of it: two such runs at once would meet on port 29500."""
+    argv = launch_argv(RunFolder(tmp_path), processes, "auto")
     assert argv[:4] == [sys.executable, "-P", "-m", "accelerate.commands.launch"]
     assert argv[argv.index("--main_process_port") + 1] == "0"
     assert argv[-2:] == ["--resume_from_checkpoint", "auto"]
