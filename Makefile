@@ -83,7 +83,8 @@ test-ray: setup
 	$(INSTALL) --quiet -c constraints.txt --editable ".[ray]"
 	$(BIN)/python -m pytest tests/ray
 
-# Against large or foreign packages (trackers), in an environment of their own; not part of `make check`.
+# Against large or foreign packages (trackers; liger, whose chunked losses are plain torch and need none of the triton
+# that it requires), in an environment of their own; not part of `make check`.
 test-integrations:
 	$(MAKE) VENV=.venv-integrations integrations
 
@@ -92,6 +93,7 @@ integrations: $(INTEGRATIONS)
 
 $(INTEGRATIONS): $(DEVELOPMENT)
 	$(INSTALL) --quiet -c constraints.txt --editable ".[integrations]"
+	$(INSTALL) --quiet -c constraints.txt --no-deps liger-kernel
 	touch $(INTEGRATIONS)
 
 # What the processor has of them; 1, 2 and 4 threads.

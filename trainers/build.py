@@ -23,6 +23,7 @@ from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.config.teacher import about_frozen
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet
 from trainers.model.attention import KERNELS, avoid_cudnn
@@ -190,7 +191,7 @@ def backend(
     for part in models:
         if part.base.config._attn_implementation in KERNELS.values():
             _use_kernel(config, ranks, part)
-    split_model(loss, mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp)
+    _split_tensors(config, mesh, loss)
     divide_experts(loss, mesh)
     if config.torch_compile:
         compile_blocks(loss.base)
@@ -221,6 +222,15 @@ def backend(
         share_rows(part, mesh)
     backend.warm_up_buckets()
     return backend, dtypes
+
+
+def _split_tensors(config: TrainConfig, mesh: Mesh, loss: LossModule) -> None:
+    """Splits the model, and the frozen one beside it so that each rank has the same tokens of both vocabularies."""
+    group = mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp
+    split_model(loss, *group)
+    if loss.teacher is not None:
+        with about_frozen(config):
+            split_model(loss.teacher, *group, like=loss.vocabulary.vocab_size)
 
 
 def can_fill_gradients(strategy: Strategy) -> bool:

@@ -82,7 +82,7 @@ class Share:
 
 @dataclass(frozen=True)
 class TeacherBytes:
-    """Bytes of the frozen weights of a teacher, which data-parallel axes alone shard; 0 without one.
+    """A rank's share of the frozen weights of a teacher, before data-parallel sharding; 0 without one.
 
     Args:
         parameters: number of its parameters.
@@ -95,12 +95,15 @@ class TeacherBytes:
     outside: float = 0.0
 
     @classmethod
-    def of(cls, counted: Mapping[str, Any]) -> TeacherBytes:
-        """The teacher in the counts of `trainers/tools/memory_estimate.py`."""
+    def of(cls, counted: Mapping[str, Any], tp: int = 1) -> TeacherBytes:
+        """The teacher in the counts of `trainers/tools/memory_estimate.py`, of which tensor parallelism splits all.
+
+        Its norms, which every rank holds, are too small to count.
+        """
         if not (sizes := counted.get("teacher")):
             return cls()
-        inside, outside = sizes["inside"], sizes["outside"]
-        return cls(sizes["parameters"], inside + outside, inside / sizes["layers"], outside)
+        parameters, inside, outside = (sizes[name] / tp for name in ("parameters", "inside", "outside"))
+        return cls(parameters, inside + outside, inside / sizes["layers"], outside)
 
 
 def shares_of(
@@ -147,7 +150,8 @@ def rank_memory(
         share.buffers * micro_batches * token_slots(strategy, config) * counted["hidden"] * activation_bytes(config)
     )
     memory = dict.fromkeys(("weights", "gradients", "optimizer"), 0.0)
-    resting = _persistent(strategy, config, share, TeacherBytes.of(counted))
+    teacher = TeacherBytes.of(counted, sizes.tp)
+    resting = _persistent(strategy, config, share, teacher)
     away = sum(resting.pop(name) for name in _offloaded(strategy)) if on_gpu else 0.0
     held = case["layer"] * share.layers * share.held
     full, later = case["fixed"] * share.has_head + held, case["later"]
@@ -159,9 +163,7 @@ def rank_memory(
     in_heap = case["heap_fixed"] * share.has_head + case["heap_layer"] * share.layers * share.held + received
     cuda = CUDA_GIB * GIB + (NCCL_GIB * GIB if sizes.world > 1 else 0)
     around = (
-        cuda
-        if on_gpu
-        else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, in_heap, TeacherBytes.of(counted))
+        cuda if on_gpu else counted["process_bytes"] + _heap_beyond_tensors(strategy, config, share, in_heap, teacher)
     )
     if not on_gpu and strategy.distributed_type == "FSDP" and strategy.pp_size == 1 and micro_batches == 1:
         # Activations are freed as gradients are allocated; with accumulation, earlier gradients are there already.
@@ -244,7 +246,8 @@ def keeps_gathered(strategy: Strategy) -> bool:
 
 def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], share: Share, on_gpu: bool) -> float:
     """Peak bytes of temporarily gathered weights and gradients, and of DeepSpeed's buckets."""
-    weight, shards, teacher = weight_and_state_bytes(config)[0], _shards(strategy), TeacherBytes.of(counted)
+    weight, shards = weight_and_state_bytes(config)[0], _shards(strategy)
+    teacher = TeacherBytes.of(counted, strategy.sizes.tp)
     every = share.trained * weight + share.frozen
     fetched = on_gpu and "weights" in _offloaded(strategy)
     if shards == 1 and not fetched and strategy.distributed_type != "DEEPSPEED":

@@ -56,7 +56,9 @@ def step_time(
     model = _model_sizes(strategy, config, counted)
     teacher, beside = counted.get("teacher"), weight_terms(kind, sizes, model, 1, micro_batches)
     if teacher:
-        beside += teacher_terms(kind, sizes, TeacherBytes.of(counted).weights, teacher["layers"], micro_batches)
+        beside += teacher_terms(
+            kind, sizes, TeacherBytes.of(counted, sizes.tp).weights, teacher["layers"], micro_batches
+        )
     between = activation_terms(kind, sizes, chunks, model, [step], 0)
     sent = sum(part.wire for part in [*beside, *between])
     # Ranks of a pipeline wait for what others compute and for what they send.

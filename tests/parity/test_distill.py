@@ -31,7 +31,21 @@ from trainers.data.batches import TrainPlan
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import load_strategy
 
-STRATEGIES = ["ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "sp", "cp"]
+STRATEGIES = [
+    "ddp",
+    "fsdp1",
+    "fsdp2",
+    "hsdp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "sp",
+    "cp",
+    "tp",
+    "fsdp2_tp",
+    "hsdp_tp",
+    "zero2_tp",
+]
 LOSS_TYPES = ["forward_kl", "reverse_kl", "jsd"]
 
 
@@ -118,7 +132,7 @@ def distill(name: str, method: str = "full", packing: bool = True, again: int = 
     return run(processes, method, packing, name, again, **distill_options(**changes))
 
 
-@pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["single", "fsdp2"], ["single"]))
+@pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["single", "fsdp2", "tp"], ["single"]))
 def test_p2_equals_a_plain_page_of_pytorch(name: str) -> None:
     finished = distill(name)
     assert curve(finished).agrees(wanted())
@@ -126,16 +140,17 @@ def test_p2_equals_a_plain_page_of_pytorch(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", ["single", "tp", "fsdp2_tp"])
 @pytest.mark.parametrize("loss_type", ["reverse_kl", "jsd"])
-def test_p2_of_the_other_losses(loss_type: str) -> None:
+def test_p2_of_the_other_losses(loss_type: str, name: str) -> None:
     """At another temperature, with a share of the supervised loss."""
     changes = {"loss_type": loss_type, "distill_temperature": 2.0, "nll_weight": 0.5, "jsd_beta": 0.3}
-    assert curve(distill("single", **changes)).agrees(wanted(**changes))
+    assert curve(distill(name, **changes)).agrees(wanted(**changes))
     assert not wanted(**changes).agrees(wanted(**{**changes, "distill_temperature": 1.0}))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "zero3"])
+@pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "zero3", "tp"])
 def test_p2_with_adapters_and_without_packing(name: str) -> None:
     assert curve(distill(name, "lora", False)).agrees(wanted("lora", False))
 
@@ -186,7 +201,7 @@ def test_a_resume_with_a_changed_teacher_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero2", "fsdp1_grad_op", "zero3_offload"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp1", "fsdp2", "zero2", "fsdp1_grad_op", "zero3_offload", "tp", "fsdp2_tp"])
 def test_a_teacher_in_bf16_beside_weights_in_fp32(name: str) -> None:
     """Strategies that shard weights keep both dtypes apart; the losses agree within the band of bf16."""
     changes = {"mixed_precision": "bf16", "max_steps": 6}

@@ -30,7 +30,7 @@ from trainers.data.batches import TrainPlan
 from trainers.strategy.strategy import load_strategy
 
 TOP_K, VOCABULARY = 8, 1024
-STRATEGIES = ["ddp", "fsdp1", "fsdp2", "hsdp", "zero2", "zero3", "sp", "cp"]
+STRATEGIES = ["ddp", "fsdp1", "fsdp2", "hsdp", "zero2", "zero3", "sp", "cp", "tp", "fsdp2_tp"]
 
 
 def record(folder: Path, top_k: int, **changes: Any) -> dict[str, Any]:

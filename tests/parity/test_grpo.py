@@ -192,7 +192,9 @@ def test_at_another_temperature() -> None:
     assert not plain_grpo(settings, temperature=1.0).agrees(agreed)
 
 
-@pytest.mark.parametrize("name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "sp"], ["fsdp2"]))
+@pytest.mark.parametrize(
+    "name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "sp", "tp", "fsdp2_tp"], ["fsdp2"])
+)
 def test_kl_to_a_copy_of_the_initial_model(name: str) -> None:
     finished, agreed = grpo(name, **replayed(beta=BETA)), wanted("full", "grpo", beta=BETA)
     assert curve(finished).agrees(agreed)

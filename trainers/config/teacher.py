@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
 
 _FROZEN = {
@@ -39,3 +43,14 @@ def frozen_config(config: TrainConfig) -> TrainConfig | None:
     if config.objective_spec.teacher and config.teacher is not None:
         return teacher_config(config)
     return initial_config(config) if copies_initial(config) else None
+
+
+@contextmanager
+def about_frozen(config: TrainConfig) -> Iterator[None]:
+    """Makes errors about a model, raised meanwhile, name the teacher; a copy of the initial model has no name."""
+    try:
+        yield
+    except ConfigError as error:
+        if not config.objective_spec.teacher:
+            raise
+        raise ConfigError(Mistake("teacher", config.teacher, f": {line}") for line in error.lines) from None

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from trainers.data.layout import TopTokens
+from trainers.objectives.log_probs import VocabularyShard
 from trainers.objectives.output_head import HeadRule
 from trainers.objectives.sft import LOGITS_PER_CHUNK, scaled
 
@@ -29,30 +29,41 @@ class Head:
         hidden: `[labels, hidden size]` in the compute dtype; without a layer, the logits `[labels, vocabulary]`.
         layer: the linear layer; None if it was applied already.
         rule: scale and cap of the logits.
+        part: this rank's part of the vocabulary, if that is split over ranks; the layer has the rows of it.
     """
 
-    def __init__(self, hidden: torch.Tensor, layer: nn.Linear | None, rule: HeadRule):
+    def __init__(
+        self, hidden: torch.Tensor, layer: nn.Linear | None, rule: HeadRule, part: VocabularyShard | None = None
+    ):
         self.hidden, self.rule = hidden, rule
         self.weight: torch.Tensor | None = None if layer is None else layer.weight
         self.bias: torch.Tensor | None = None if layer is None else layer.bias
+        self.part = VocabularyShard(0, self.columns) if part is None else part
+
+    @property
+    def columns(self) -> int:
+        """Number of logits of a token on this rank."""
+        return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of a token."""
-        return self.hidden.shape[1] if self.weight is None else self.weight.shape[0]
+        """Number of logits of a token, on all ranks together."""
+        return self.part.vocab_size
 
     def narrowed(self, vocab_size: int) -> Head:
         """A head of the first tokens of the vocabulary, outside the graph, with its weight in the compute dtype."""
-        head = Head(self.hidden.detach(), None, self.rule)
+        columns = max(0, min(vocab_size - self.part.start, self.columns))
+        part = VocabularyShard(self.part.start, vocab_size, self.part.group)
+        head = Head(self.hidden.detach(), None, self.rule, part)
         if self.weight is None:
-            head.hidden = head.hidden[:, :vocab_size]
+            head.hidden = head.hidden[:, :columns]
         else:
-            head.weight = self.weight.detach()[:vocab_size].to(self.hidden.dtype)
-        head.bias = None if self.bias is None else self.bias.detach()[:vocab_size]
+            head.weight = self.weight.detach()[:columns].to(self.hidden.dtype)
+        head.bias = None if self.bias is None else self.bias.detach()[:columns]
         return head
 
     def logits(self, span: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[chunk, vocabulary]` logits of some tokens in fp32 or wider, and their hyperbolic tangents under a cap."""
+        """`[chunk, columns]` logits of some tokens in fp32 or wider, and their hyperbolic tangents under a cap."""
         rows = self.hidden[span]
         logits = rows if self.weight is None else rows @ self.weight.t()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -101,108 +112,118 @@ class Divergence:
         return cls(**{name: options[name] for name in names})
 
     def of_logits(
-        self, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, want_gradient: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, student: torch.Tensor, teacher: torch.Tensor, labels: torch.Tensor, part: VocabularyShard,
+        want_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """The summed loss of a chunk (a scalar), and its gradient with respect to the student's logits.
 
         Args:
-            student: `[chunk, vocabulary]` logits in fp32 or wider.
-            teacher: the same of the teacher.
+            student: `[chunk, columns]` logits in fp32 or wider, of the tokens in `part`.
+            teacher: the same of the teacher, of the same tokens.
             labels: `[chunk]` token ids.
+            part: this rank's part of the vocabulary.
             want_gradient: whether to compute the gradient; otherwise it is None.
         """
-        own = functional.log_softmax(student / self.temperature, -1)
-        other = functional.log_softmax(teacher / self.temperature, -1)
-        loss, gradient = self._compare(own, other, want_gradient)
-        return self._with_nll(loss, gradient, student, own, labels)
+        own, other = part.log_softmax(student / self.temperature), part.log_softmax(teacher / self.temperature)
+        loss, gradient = self._compare(own, other, part, want_gradient)
+        return self._with_nll(loss, gradient, student, own, labels, part)
 
     def of_top_tokens(
-        self, student: torch.Tensor, top: TopTokens, labels: torch.Tensor, want_gradient: bool
+        self, student: torch.Tensor, top: TopTokens, labels: torch.Tensor, part: VocabularyShard, want_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same of `k + 1` classes: the tokens that a teacher found most likely, and all others together.
 
         Args:
-            student: `[chunk, vocabulary]` logits in fp32 or wider.
-            top: what the teacher predicts at the same labels.
+            student: `[chunk, columns]` logits in fp32 or wider, of the tokens in `part`.
+            top: what the teacher predicts at the same labels, of tokens in any part.
             labels: `[chunk]` token ids.
+            part: this rank's part of the vocabulary.
             want_gradient: whether to compute the gradient; otherwise it is None.
         """
-        own = functional.log_softmax(student / self.temperature, -1)
-        classes, others = classes_of(own, top.ids)
-        loss, gradient = self._compare(classes, top.log_probs.to(own.dtype), want_gradient)
+        own = part.log_softmax(student / self.temperature)
+        classes, others = classes_of(own, top.ids, part)
+        on_each_rank = VocabularyShard(0, classes.shape[1])
+        loss, gradient = self._compare(classes, top.log_probs.to(own.dtype), on_each_rank, want_gradient)
         if gradient is not None:  # the logit of the last class is the log-sum-exp of its tokens: each has its share
             shares = (others - classes[:, -1:]).exp_()
-            gradient = shares.mul_(gradient[:, -1:]).scatter_(1, top.ids, gradient[:, :-1])
-        return self._with_nll(loss, gradient, student, own, labels)
+            gradient = part.put(shares.mul_(gradient[:, -1:]), top.ids, gradient[:, :-1])
+        return self._with_nll(loss, gradient, student, own, labels, part)
 
     def _compare(
-        self, own: torch.Tensor, other: torch.Tensor, want_gradient: bool
+        self, own: torch.Tensor, other: torch.Tensor, part: VocabularyShard, want_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The summed divergence of log-probabilities, and its gradient with respect to the logits behind `own`.
 
         Args:
             own: `[chunk, classes]` of the student.
             other: the same of the teacher.
+            part: this rank's part of the classes.
             want_gradient: whether to compute the gradient; otherwise it is None.
         """
         if self.loss_type == "forward_kl":
-            return _kl(other, own).sum(), own.exp().sub_(other.exp()) if want_gradient else None
+            return _kl(other, own, part).sum(), own.exp().sub_(other.exp()) if want_gradient else None
         # d loss / d logits = share * q * (log q - log m - KL(q, m)), of the student q
         share = 1.0 if self.loss_type == "reverse_kl" else 1.0 - self.beta
         mixed = other
         if self.loss_type == "jsd":
             mixed = torch.logaddexp(other + math.log(self.beta), own + math.log(share))
-        per_token = _kl(own, mixed)
+        per_token = _kl(own, mixed, part)
         loss = share * per_token.sum()
         if self.loss_type == "jsd":
-            loss = loss + self.beta * _kl(other, mixed).sum()
+            loss = loss + self.beta * _kl(other, mixed, part).sum()
         return loss, (own - mixed).sub_(per_token).mul_(own.exp()).mul_(share) if want_gradient else None
 
     def _with_nll(
         self, loss: torch.Tensor, gradient: torch.Tensor | None, student: torch.Tensor, own: torch.Tensor,
-        labels: torch.Tensor,
+        labels: torch.Tensor, part: VocabularyShard,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Adds the cross-entropy of the labels, and makes the gradient one of logits before the temperature.
 
         Args:
-            loss, gradient: of `_compare`; the gradient `[chunk, vocabulary]` is changed.
-            student: `[chunk, vocabulary]` logits.
+            loss, gradient: of `_compare`; the gradient `[chunk, columns]` is changed.
+            student: `[chunk, columns]` logits.
             own: their log-probabilities at the temperature.
             labels: `[chunk]` token ids.
+            part: this rank's part of the vocabulary.
         """
         gradient = gradient if gradient is None else gradient.div_(self.temperature)
         if self.nll_weight:
-            plain = own if self.temperature == 1.0 else functional.log_softmax(student, -1)
-            loss = loss - self.nll_weight * plain.gather(1, labels[:, None]).sum()
+            plain = own if self.temperature == 1.0 else part.log_softmax(student)
+            loss = loss - self.nll_weight * part.pick(plain, labels[:, None]).sum()
             if gradient is not None:
-                one_hot = torch.full_like(gradient[:, :1], -self.nll_weight)
-                gradient.add_(plain.exp(), alpha=self.nll_weight).scatter_add_(1, labels[:, None], one_hot)
+                one_hot = torch.full_like(labels[:, None], -self.nll_weight, dtype=gradient.dtype)
+                part.add(gradient.add_(plain.exp(), alpha=self.nll_weight), labels[:, None], one_hot)
         return loss, gradient
 
-    def metrics(self, student: torch.Tensor, teacher: torch.Tensor | TopTokens, labels: torch.Tensor) -> torch.Tensor:
+    def metrics(
+        self, student: torch.Tensor, teacher: torch.Tensor | TopTokens, labels: torch.Tensor, part: VocabularyShard
+    ) -> torch.Tensor:
         """`[2]`: KL(teacher, student) and the number of tokens that the student predicts, summed over a chunk."""
-        own = functional.log_softmax(student / self.temperature, -1)
+        own, of_classes = part.log_softmax(student / self.temperature), part
         if isinstance(teacher, torch.Tensor):
-            other = functional.log_softmax(teacher / self.temperature, -1)
+            other = part.log_softmax(teacher / self.temperature)
         else:
-            other, own = teacher.log_probs.to(own.dtype), classes_of(own, teacher.ids)[0]
-        return torch.stack([_kl(other, own).sum(), (student.argmax(-1) == labels).sum().to(own.dtype)])
+            other, own = teacher.log_probs.to(own.dtype), classes_of(own, teacher.ids, part)[0]
+            of_classes = VocabularyShard(0, own.shape[1])  # on each rank
+        correct = (part.argmax(student) == labels).sum()
+        return torch.stack([_kl(other, own, of_classes).sum(), correct.to(own.dtype)])
 
 
-def classes_of(log_probs: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def classes_of(log_probs: torch.Tensor, ids: torch.Tensor, part: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """`[chunk, k + 1]` log-probabilities of some tokens and of all others together, and those of the others.
 
     Args:
-        log_probs: `[chunk, vocabulary]` of all tokens.
-        ids: `[chunk, k]` the tokens.
+        log_probs: `[chunk, columns]` of the tokens in `part`; so are those of the others.
+        ids: `[chunk, k]` the tokens, in any part.
+        part: this rank's part of the vocabulary.
     """
-    others = log_probs.scatter(1, ids, -torch.inf)
-    return torch.cat([log_probs.gather(1, ids), others.logsumexp(-1, keepdim=True)], 1), others
+    others = part.put(log_probs.clone(), ids, -torch.inf)
+    return torch.cat([part.pick(log_probs, ids), part.log_sum_exp(others)], 1), others
 
 
-def _kl(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """`[chunk, 1]` KL(first, second) of log-probabilities `[chunk, vocabulary]`."""
-    return (first.exp() * (first - second)).sum(-1, keepdim=True)
+def _kl(first: torch.Tensor, second: torch.Tensor, part: VocabularyShard) -> torch.Tensor:
+    """`[chunk, 1]` KL(first, second) of log-probabilities `[chunk, columns]` of the tokens in `part`."""
+    return part.reduce((first.exp() * (first - second)).sum(-1, keepdim=True))
 
 
 @torch.no_grad()
@@ -211,7 +232,8 @@ def compare_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     """Summed loss of the student's predictions, in chunks of tokens, and its gradients.
 
-    Both distributions are over the tokens that both models have: rows that pad the larger head are cut off.
+    Both distributions are over the tokens that both models have: rows that pad the larger head are cut off. Collective,
+    if the vocabulary is split over ranks; each of them then holds the same tokens of both heads.
 
     Args:
         student: head of the model that is trained, and its input.
@@ -222,10 +244,11 @@ def compare_heads(
 
     Returns:
         The loss (a scalar), `[2]` metrics (counted only without gradients, otherwise 0), and the gradients of the
-        student's head and input.
+        student's head and input; all but those of the head are equal on every rank.
     """
     vocab_size = min(student.vocab_size, teacher.vocab_size)
     own, other = student.narrowed(vocab_size), teacher.narrowed(vocab_size) if isinstance(teacher, Head) else teacher
+    part, columns = own.part, own.columns
     wide = torch.promote_types(own.hidden.dtype, torch.float32)
     loss, metrics = own.hidden.new_zeros((), dtype=wide), own.hidden.new_zeros(2, dtype=wide)
     gradients = _empty_gradients(student, wide) if want_gradients else Gradients(None, None, None)
@@ -236,24 +259,26 @@ def compare_heads(
         expected: torch.Tensor | TopTokens
         if isinstance(other, Head):
             expected = other.logits(span)[0].to(logits.dtype)
-            term, gradient = divergence.of_logits(logits, expected, targets, want_gradients)
+            term, gradient = divergence.of_logits(logits, expected, targets, part, want_gradients)
         else:
             expected = replace(other, ids=other.ids[span], log_probs=other.log_probs[span])
-            term, gradient = divergence.of_top_tokens(logits, expected, targets, want_gradients)
+            term, gradient = divergence.of_top_tokens(logits, expected, targets, part, want_gradients)
         loss += term
         if gradient is None:
-            metrics += divergence.metrics(logits, expected, targets)
+            metrics += divergence.metrics(logits, expected, targets, part)
             continue
         gradient = own.before_rule(gradient, capped)
         if gradients.bias is not None:
-            gradients.bias[:vocab_size] += gradient.sum(0)
+            gradients.bias[:columns] += gradient.sum(0)
         gradient = gradient.to(own.hidden.dtype)
         if gradients.hidden is not None and own.weight is None:
-            gradients.hidden[span, :vocab_size] = gradient
+            gradients.hidden[span, :columns] = gradient
         elif gradients.hidden is not None and own.weight is not None:
             gradients.hidden[span] = gradient @ own.weight
         if gradients.weight is not None:
-            gradients.weight[:vocab_size] += gradient.t() @ own.hidden[span]
+            gradients.weight[:columns] += gradient.t() @ own.hidden[span]
+    if gradients.hidden is not None:  # each rank's part of the vocabulary contributes a term
+        part.reduce(gradients.hidden)
     return loss, metrics, gradients
 
 

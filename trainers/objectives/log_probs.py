@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.nn import functional
 
 from trainers.objectives.output_head import HeadRule
 from trainers.objectives.sft import LOGITS_PER_CHUNK, scaled
@@ -40,6 +41,58 @@ class VocabularyShard:
         if self.group is not None:
             distributed.all_reduce(values, operation, self.group)
         return values
+
+    def log_softmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[chunk, local vocabulary]` log-probabilities of these tokens among all, of logits of the same shape."""
+        if self.group is None:
+            return functional.log_softmax(logits, -1)
+        shifted = logits - self.reduce(logits.max(-1, keepdim=True).values, distributed.ReduceOp.MAX)
+        return shifted - self.reduce(shifted.exp().sum(-1, keepdim=True)).log_()
+
+    def log_sum_exp(self, values: torch.Tensor) -> torch.Tensor:
+        """`[chunk, 1]` logarithm of the summed exponentials of `[chunk, local vocabulary]` values."""
+        if self.group is None:
+            return values.logsumexp(-1, keepdim=True)
+        largest = self.reduce(values.max(-1, keepdim=True).values, distributed.ReduceOp.MAX)
+        largest = largest.clamp_(min=torch.finfo(values.dtype).min)  # all may be -inf
+        return largest + self.reduce((values - largest).exp_().sum(-1, keepdim=True)).log_()
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """`[chunk]` the likeliest token; the lowest of several, as in a single process."""
+        if self.group is None:
+            return logits.argmax(-1)
+        own, index = logits.max(-1)
+        largest = self.reduce(own.clone(), distributed.ReduceOp.MAX)
+        first = torch.where(own == largest, index + self.start, self.vocab_size)
+        return self.reduce(first, distributed.ReduceOp.MIN)
+
+    def pick(self, values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """`[chunk, n]` the values `[chunk, local vocabulary]` of tokens `[chunk, n]`, on every rank."""
+        if self.group is None:
+            return values.gather(1, ids)
+        local, elsewhere = self._local(values, ids)
+        return self.reduce(values.gather(1, local).masked_fill_(elsewhere, 0.0))
+
+    def put(self, values: torch.Tensor, ids: torch.Tensor, new: torch.Tensor | float) -> torch.Tensor:
+        """Values `[chunk, local vocabulary]`, which may be changed, with `new` `[chunk, n]` at tokens `[chunk, n]`."""
+        if self.group is None:
+            return values.scatter_(1, ids, new)
+        local, elsewhere = self._local(values, ids)
+        spare = functional.pad(values, (0, 1))  # a column for the tokens of other ranks
+        return spare.scatter_(1, local.masked_fill_(elsewhere, values.shape[1]), new)[:, :-1]
+
+    def add(self, values: torch.Tensor, ids: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """Adds `more` `[chunk, n]` to `values` `[chunk, local vocabulary]` at tokens `[chunk, n]`, in place."""
+        if self.group is None:
+            return values.scatter_add_(1, ids, more)
+        local, elsewhere = self._local(values, ids)
+        return values.scatter_add_(1, local, more.masked_fill(elsewhere, 0.0))
+
+    def _local(self, values: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Columns of tokens on this rank, and which tokens other ranks hold, in place of which column 0 stands."""
+        local = ids - self.start
+        elsewhere = (local < 0) | (local >= values.shape[1])
+        return local.masked_fill_(elsewhere, 0), elsewhere
 
 
 class _Chunk:

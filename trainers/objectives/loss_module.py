@@ -226,7 +226,8 @@ class LossModule(nn.Module):
 
     def head(self, picked: torch.Tensor) -> Head:
         """The output head, with what `picked` returned."""
-        return Head(picked, self.base.get_output_embeddings() if self.chunked else None, self.rule)
+        part = self.vocabulary if self.vocabulary.group is not None else None
+        return Head(picked, self.base.get_output_embeddings() if self.chunked else None, self.rule, part)
 
     def _taught(
         self, batch: tuple[Any, ...], picked: torch.Tensor, taught: bool | TopTokens

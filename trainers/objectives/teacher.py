@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, TopTokens
 from trainers.objectives.distillation import Divergence, Gradients, Head, classes_of, compare_heads
@@ -63,9 +62,9 @@ class Frozen(LossModule):
         size = max(64, LOGITS_PER_CHUNK // (2 * vocab_size))
         for start in range(0, len(positions), size):
             logits, _ = head.logits(slice(start, start + size))
-            log_probs = functional.log_softmax(logits / temperature, -1)
+            log_probs = head.part.log_softmax(logits / temperature)
             ids = log_probs.topk(top_k, -1).indices
-            classes, _ = classes_of(log_probs, ids)
+            classes, _ = classes_of(log_probs, ids, head.part)
             yield TopTokens(ids, classes, vocab_size)
 
 

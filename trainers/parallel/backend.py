@@ -280,7 +280,11 @@ def total_numel(loss: Any, tensor: TensorParallel | None) -> int:
         loss: the loss module, before its weights are sharded.
         tensor: this rank's tensor-parallel slices of the model; None if it is not split.
     """
-    slices = tensor.slices if tensor else {}
-    teacher = loss.teacher.parameters() if loss.teacher is not None else ()
-    weights = [slices.get(name, weight) for name, weight in loss.model.named_parameters()]
-    return sum(weight.shape.numel() for weight in [*weights, *teacher])
+    models = [(loss.model, tensor)]
+    if loss.teacher is not None:
+        models.append((loss.teacher.model, loss.teacher.tensor))
+    total = 0
+    for model, parts in models:
+        slices = parts.slices if parts else {}
+        total += sum(slices.get(name, weight).shape.numel() for name, weight in model.named_parameters())
+    return total

@@ -117,7 +117,9 @@ def _local(loss: Any, name: str, weight: Any, device: torch.device) -> torch.Ten
 
 def _rectangle(loss: Any, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
     """The rectangle of a stored weight that tensor parallelism leaves this rank, which has this shape."""
-    cut = loss.tensor.slices.get(name) if loss.tensor else None
+    of_teacher = name.startswith(TEACHER)
+    tensor = loss.teacher.tensor if of_teacher else loss.tensor
+    cut = tensor.slices.get(name.removeprefix(TEACHER)) if tensor else None
     rectangle = cut.slices if cut is not None else tuple(slice(0, size) for size in loss.stored[name].shape)
     assert [side.stop - side.start for side in rectangle] == list(shape), f"{name} was cut in an unknown way"
     return rectangle

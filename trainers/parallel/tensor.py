@@ -288,12 +288,13 @@ class _Splitter:
         kind: Any = type(module)
         module.__class__, module.tp = _mixed(_PartialGradient, kind), self.tp
 
-    def vocabulary(self, embedding: Any, head: Any) -> TensorSlice:
+    def vocabulary(self, embedding: Any, head: Any, like: int | None) -> TensorSlice:
         """Splits embedding and head by vocabulary, into ranges that may differ in size by one; tied weights stay tied.
 
         Args:
             embedding: the embedding.
             head: the output head; None for a model with a scalar head, which every rank holds.
+            like: see `split_model`.
 
         Returns:
             This rank's slice of the head, or else of the embedding.
@@ -305,7 +306,11 @@ class _Splitter:
                 "leave it out of lora_target_modules",
             )
         tp, vocab_size = self.tp, embedding.weight.shape[0]
-        part = slice(vocab_size * tp.rank // tp.size, vocab_size * (tp.rank + 1) // tp.size)
+        borders = [(like or vocab_size) * rank // tp.size for rank in range(tp.size)] + [vocab_size]
+        if borders[-1] <= borders[-2]:
+            problem = f"has {vocab_size:,} tokens, and the model that learns from it {like:,}, of which the last rank"
+            raise self.refusal(f"{problem} holds those from {borders[-2]:,} on")
+        part = slice(borders[tp.rank], borders[tp.rank + 1])
         if head is not None and head.weight.shape[0] != vocab_size:
             raise self.refusal(f"has {vocab_size} tokens in its embedding and {head.weight.shape[0]} in its head")
         self.keep(embedding.weight, 0, part)
@@ -336,7 +341,7 @@ class _Splitter:
 
 
 def split_model(
-    loss: LossModule, group: Any, rank: int, size: int, first: bool | None = None
+    loss: LossModule, group: Any, rank: int, size: int, first: bool | None = None, like: int | None = None
 ) -> dict[str, TensorSlice]:
     """Splits a full, unwrapped model in place, leaving this rank's slice of each layer.
 
@@ -346,6 +351,8 @@ def split_model(
         rank: index of this rank in the group.
         size: size of the group; 1 changes nothing.
         first: see `TensorParallel`; None for whether the group contains global rank 0.
+        like: size of another model's vocabulary; each rank gets the tokens that it holds of that, the last one also
+            those that the other model lacks. None for even parts.
 
     Returns:
         This rank's slice of each split weight, by its name in `loss.model.named_parameters()`; also set in
@@ -384,7 +391,7 @@ def split_model(
         raise splitter.refusal("has no layer that its plan names")
     for name, styles in blocks.items():
         splitter.block(name, decoder.get_submodule(name), styles)
-    rows = splitter.vocabulary(loss.base.get_input_embeddings(), head)
+    rows = splitter.vocabulary(loss.base.get_input_embeddings(), head, like)
     weights = loss.model.named_parameters(remove_duplicate=False)  # in the last pipeline stage, a tied head has its own
     tp.slices.update({name: splitter.slices[id(weight)] for name, weight in weights if id(weight) in splitter.slices})
     loss.tensor = tp

@@ -10,10 +10,10 @@ from trainers.strategy.mesh import MeshSizes
 def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
     """Returns why the config's objective cannot be trained with a mesh of these sizes; None if it can."""
     spec, objective = config.objective_spec, f"objective={config.objective}"
-    if spec.teacher and sizes.tp * sizes.pp * sizes.ep > 1:
-        reason = "the teacher is not split so" if config.teacher is not None else "its loss needs all logits of a token"
+    if spec.teacher and sizes.pp * sizes.ep > 1:
+        reason = "the teacher is not split so" if config.teacher is not None else "recorded teachers are not read there"
         return f"{objective} with {sizes}: {reason}; use fsdp2, for instance"
-    if copies_initial(config) and sizes.tp * sizes.ep > 1:
+    if copies_initial(config) and sizes.ep > 1:
         remedy = "use method=lora, which needs no copy, or fsdp2, for instance"
         return f"beta={config.beta} with {sizes}: the copy of the initial model is not split so; {remedy}"
     if sizes.pp > 1 and spec.loss_of == "documents":

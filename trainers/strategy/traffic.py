@@ -250,7 +250,7 @@ def teacher_terms(kind: str, sizes: MeshSizes, size: float, layers: int, micro_b
     Args:
         kind: As for `predicted`.
         sizes: Sizes of the mesh.
-        size: Bytes of its weights.
+        size: Bytes of its weights, of the part that tensor parallelism leaves a rank.
         layers: Number of its layers.
         micro_batches: Number of micro-batches.
     """

@@ -15,6 +15,8 @@ import copy
 import json
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,14 +158,15 @@ def decoder_layers(base: Any) -> nn.ModuleList | None:
     return getattr(base.get_decoder(), "layers", None)
 
 
-def _small_teacher(config: TrainConfig, teacher: Any) -> Teacher:
+def _small_teacher(config: TrainConfig, teacher: Any, tp: int) -> Teacher:
     """A teacher of few layers: each frees its activations, so the number of layers does not matter.
 
     Args:
         config: The training config.
         teacher: Transformers config of the teacher.
+        tp: Ranks that share each matrix.
     """
-    model = empty_model(teacher_config(config), teacher, layers=_few(teacher.get_text_config())[0])
+    model = empty_model(teacher_config(config), teacher, tp, _few(teacher.get_text_config())[0])
     return Teacher(model, compute_dtype(config), Divergence.of(config.objective_options()))
 
 
@@ -173,7 +176,9 @@ def _top_tokens(labels: int, loss: LossModule) -> TopTokens:
     return TopTokens(torch.zeros(labels, top_k, dtype=torch.int64), torch.zeros(labels, top_k + 1), loss.vocab_size)
 
 
-def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, teacher: Any = None) -> Peaks:
+def count_peaks(
+    config: TrainConfig, model: nn.Module, rows: int, length: int, teacher: Any = None, tp: int = 1
+) -> Peaks:
     """Returns the peak bytes of a micro-batch, forward and backward, in addition to weights and gradients.
 
     Args:
@@ -182,8 +187,9 @@ def count_peaks(config: TrainConfig, model: nn.Module, rows: int, length: int, t
         rows: Rows of the micro-batch.
         length: Tokens per row.
         teacher: Transformers config of the model that it learns from, if any.
+        tp: Ranks that share each matrix, of which `model` has the sizes of one.
     """
-    beside = _small_teacher(config, teacher) if teacher is not None and config.objective_spec.teacher else None
+    beside = _small_teacher(config, teacher, tp) if teacher is not None and config.objective_spec.teacher else None
     with FakeTensorMode():
         as_fakes(model)
         loss = LossModule(model, compute_dtype(config))
@@ -250,8 +256,8 @@ def _quantised(model: Any) -> list[torch.Tensor]:
     return [part.weight for part in linear if not part.weight.requires_grad]
 
 
-def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
-    """Returns why a model cannot be split in this way; None if it can."""
+def refused(model_config: Any, sizes: MeshSizes, stages: int, teacher: Any = None) -> str | None:
+    """Returns why a model, or its teacher, cannot be split in this way; None if it can."""
     text = model_config.get_text_config()
     if lines := refusals(text, sizes.tp) + expert_refusals(text, sizes.ep):
         return "; ".join(lines)
@@ -262,7 +268,8 @@ def refused(model_config: Any, sizes: MeshSizes, stages: int) -> str | None:
             balance(text.num_hidden_layers, stages, 1.0, 0.0)
     except ValueError as error:  # as ConfigError is
         return str(error).replace("\n", "; ")
-    return None
+    reason = None if teacher is None else refused(teacher, replace(sizes, ep=1), 1)  # of which no pipeline has one
+    return reason and f"teacher: {reason}"
 
 
 def case(
@@ -284,7 +291,7 @@ def case(
         All are None if they cannot be determined, with `why`. Or just `refused`, why the model cannot be split so.
     """
     tp, cp, sp, stages, rows = map(int, name.split(":"))
-    if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages):
+    if why := refused(model_config, MeshSizes(cp=cp, sp=sp, tp=tp), stages, teacher):
         return {"refused": why}
     length = -(-config.example_tokens // (cp * sp))
     counted = {} if counted is None else counted
@@ -296,7 +303,8 @@ def case(
     few = _few(model_config.get_text_config())
     try:
         small = [
-            count_peaks(config, empty_model(config, model_config, tp, count), rows, length, teacher) for count in few
+            count_peaks(config, empty_model(config, model_config, tp, count), rows, length, teacher, tp)
+            for count in few
         ]
     except (RuntimeError, ValueError) as error:
         # Some mixture-of-experts operators have no fake implementation; attention rejects unknown variants.
@@ -442,7 +450,7 @@ def main(argv: list[str]) -> int:
             teacher = _read_teacher(config)
         mistakes.refuse()
         if args.basis:
-            limits = mesh_limits(model_config, refused)
+            limits = mesh_limits(model_config, partial(refused, teacher=teacher))
             cases = list(dict.fromkeys([*cases, *basis_cases(limits, config, args.basis)]))
         estimate = estimate_memory(config, model_config, cases, args.here, teacher)
         print(json.dumps(estimate | {"limits": limits}), flush=True)

@@ -9,8 +9,9 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from trainers.checkpoint.weights import saved_tensors
-from trainers.config.mistakes import ConfigError
+from trainers.config.mistakes import ConfigError, errors_about
 from trainers.config.options import TrainConfig
+from trainers.config.teacher import about_frozen, teacher_config
 from trainers.data.prepare import load_tokenizer
 from trainers.model.config_checks import own_code
 from trainers.model.fp8 import convert
@@ -135,6 +136,22 @@ def refuse_split(config: TrainConfig, model: Any, strategy: Strategy) -> None:
         split_layers(loss, strategy.pp_schedule, sizes.pp)
     elif strategy.distributed_type == "FSDP":
         refuse_wrap(loss, strategy.fsdp)
+
+
+def refuse_teacher_split(config: TrainConfig, strategy: Strategy) -> None:
+    """Checks that a strategy can split the teacher of a config over its ranks; reads only the configs of both models.
+
+    Raises:
+        ConfigError: If it cannot, naming the teacher.
+    """
+    teacher = teacher_config(config)
+    with errors_about("model_name_or_path", "teacher"):
+        model_config = load_model_config(teacher)
+        model = check_empty(teacher, model_config)
+    with about_frozen(config):
+        _refuse_sizes(model_config, strategy)
+        like = load_model_config(config).get_text_config().vocab_size
+        split_model(LossModule(model, compute_dtype(config)), None, 0, strategy.sizes.tp, first=True, like=like)
 
 
 def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[str]:

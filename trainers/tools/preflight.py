@@ -82,7 +82,7 @@ def check(
     if mistakes:
         raise ConfigError(mistakes)
     if config.objective_spec.teacher and config.teacher is not None:
-        _check_teacher(config)
+        _check_teacher(config, strategy)
     refuse_adapter_start(config)
     folder = base_folder(config)
     local = folder if folder.is_dir() else cached_folder(config)
@@ -254,12 +254,19 @@ def check_model(config: TrainConfig) -> list[Mistake]:
     return [Mistake("model_name_or_path", name, problem) for problem in problems]
 
 
-def _check_teacher(config: TrainConfig) -> None:
-    """Raises ConfigError for mistakes in the teacher's name, folder or files, and for one with another tokenizer."""
+def _check_teacher(config: TrainConfig, strategy: Strategy) -> None:
+    """Raises ConfigError for mistakes in the teacher's name, folder or files, and for one that cannot be used here.
+
+    That is one with another tokenizer, or one that the strategy cannot split.
+    """
     with errors_about("model_name_or_path", "teacher"):
         if mistakes := check_model(teacher_config(config)):
             raise ConfigError(mistakes)
     refuse_other_vocabulary(config)
+    if strategy.sizes.tp * strategy.sizes.sequence_shards > 1:
+        from trainers.tools.model_check import refuse_teacher_split
+
+        refuse_teacher_split(config, strategy)
 
 
 def _headers(config: TrainConfig, local: Path | None) -> Headers | None:

@@ -14,6 +14,7 @@ from trl.experimental.gkd import GKDTrainer
 from trainers.data.layout import TopTokens
 from trainers.objectives import distillation
 from trainers.objectives.distillation import Divergence, Head, attach, compare_heads
+from trainers.objectives.log_probs import VocabularyShard
 from trainers.objectives.output_head import HeadRule
 
 TOKENS, WIDTH, OTHER_WIDTH, VOCABULARY = 70, 5, 7, 11
@@ -113,7 +114,9 @@ def test_a_head_that_the_model_applies_itself_gets_the_gradient_of_its_logits() 
 def test_the_loss_is_that_of_trl(loss_type: str, beta: float) -> None:
     student, teacher = torch.randn(2, TOKENS, VOCABULARY, dtype=torch.float64).mul(3).unbind()
     options = {"jsd_beta": 0.3, "distill_temperature": 1.7, "nll_weight": 0.0}
-    ours, _ = Divergence(loss_type, **options).of_logits(student, teacher, torch.zeros(TOKENS).long(), False)
+    ours, _ = Divergence(loss_type, **options).of_logits(
+        student, teacher, torch.zeros(TOKENS).long(), VocabularyShard(0, VOCABULARY), False
+    )
     theirs = {
         value: GKDTrainer.generalized_jsd_loss(student[None], teacher[None], None, value, 1.7, "sum")
         for value in (beta, 0.5)

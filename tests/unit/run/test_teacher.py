@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.unit.run.test_from_run import finished, write_adapter, write_full
 from trainers.config.mistakes import ConfigError
@@ -83,14 +84,69 @@ def test_distill_needs_a_teacher_and_others_ignore_it() -> None:
         build({**DATA, "teacher": "embedded", "loss_type": "sigmoid"})
 
 
-@pytest.mark.parametrize("name", ["tp", "fsdp2_tp", "pp", "ep"])
-def test_strategies_that_split_the_model_are_refused_by_name(name: str) -> None:
+@pytest.mark.parametrize(
+    ("teacher", "reason"),
+    [("teacher", "the teacher is not split so"), ("teacher_log_probs", "recorded teachers are not read there")],
+)
+@pytest.mark.parametrize("name", ["pp", "ep"])
+def test_strategies_that_do_not_split_a_teacher_are_refused_by_name(
+    name: str, teacher: str, reason: str, tmp_path: Path
+) -> None:
     strategy, options = load_strategy(name), {**DATA, "method": "full", "global_batch_size": 32}
-    problem = refusal(strategy, build({**options, "teacher": "embedded"}), has_gpu=False)
+    config = build({**options, teacher: "embedded" if teacher == "teacher" else str(tmp_path)})
+    problem = refusal(strategy, config, has_gpu=False)
     assert problem is not None
     assert "objective=distill with" in problem
-    assert "the teacher is not split so; use fsdp2" in problem
+    assert f"{reason}; use fsdp2" in problem
     assert refusal(strategy, build({**options, "objective": "sft"}), has_gpu=False) is None
+    for other in ("tp", "fsdp2_tp", "hsdp_tp", "zero2_tp"):  # controls
+        assert refusal(load_strategy(other), config, has_gpu=False) is None
+
+
+def save_heads(folder: Path, heads: int, vocab_size: int = 1024) -> Path:
+    """A random Qwen3 with so many heads of 8 channels, and the embedded model's tokenizer."""
+    shape = Qwen3Config(
+        vocab_size=vocab_size, hidden_size=8 * heads, intermediate_size=48, num_hidden_layers=1, head_dim=8,
+        num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=1024,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (BASE_DIR / file).exists():
+            shutil.copy(BASE_DIR / file, folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "heads", "problem"), [
+    ("tp", 3, "tp_size=2: qwen3 has 3 attention heads; use 1 or 3"),
+    ("fsdp2_tp", 3, "tp_size=2: qwen3 has 3 attention heads; use 1 or 3"),
+    ("sp", 3, "sp=2 does not divide the 3 attention heads of qwen3; use 3, or cp"),
+    ("tp", 2, None),
+])  # fmt: skip
+def test_a_teacher_that_cannot_be_split_is_named_before_the_start(
+    name: str, heads: int, problem: str | None, tmp_path: Path
+) -> None:
+    folder = save_heads(tmp_path / "teacher", heads)
+    options = {**DATA, "max_train_samples": 40, "cache_dir": str(tmp_path), "packing": False}
+    config = build({**options, "teacher": str(folder)})
+    strategy = load_strategy(name)
+    if problem is None:
+        assert check(config, strategy, has_gpu=False)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check(config, strategy, has_gpu=False)
+    assert str(caught.value).startswith(f"teacher={folder}: ")
+    assert problem in str(caught.value)
+    check(config, load_strategy("fsdp2"), has_gpu=False)  # control
+
+
+def test_a_vocabulary_that_leaves_a_rank_nothing_is_named_before_the_start(tmp_path: Path) -> None:
+    student, folder = save_heads(tmp_path / "student", 2, 2048), save_heads(tmp_path / "teacher", 2)
+    options = {**DATA, "max_train_samples": 40, "cache_dir": str(tmp_path), "packing": False}
+    config = build({**options, "model_name_or_path": str(student), "teacher": str(folder)})
+    problem = "teacher=.*: tp_size=2: qwen3 has 1,024 tokens, and the model that learns from it 2,048, .* from 1,024 on"
+    with pytest.raises(ConfigError, match=problem):
+        check(config, load_strategy("tp"), has_gpu=False)
+    check(config, load_strategy("fsdp2"), has_gpu=False)  # control
 
 
 def test_a_teacher_is_loaded_as_it_is() -> None:
@@ -104,14 +160,15 @@ def test_a_teacher_is_loaded_as_it_is() -> None:
 GRPO: dict[str, Any] = {**DATA, "objective": "grpo", "beta": 0.1, "method": "full", "global_batch_size": 32}
 
 
-@pytest.mark.parametrize("name", ["tp", "fsdp2_tp", "ep"])
-def test_a_copy_of_the_initial_model_is_not_split(name: str, tmp_path: Path) -> None:
+def test_experts_of_a_copy_of_the_initial_model_are_not_divided(tmp_path: Path) -> None:
     options = {**GRPO, "recorded_answers": str(tmp_path)}
-    problem = refusal(load_strategy(name), build(options), has_gpu=False)
+    problem = refusal(load_strategy("ep"), build(options), has_gpu=False)
     assert problem is not None
     assert "the copy of the initial model is not split so; use method=lora" in problem
     for changes in ({"method": "lora"}, {"beta": 0}):
-        assert refusal(load_strategy(name), build({**options, **changes}), has_gpu=False) is None
+        assert refusal(load_strategy("ep"), build({**options, **changes}), has_gpu=False) is None
+    for other in ("tp", "fsdp2_tp"):  # controls
+        assert refusal(load_strategy(other), build(options), has_gpu=False) is None
 
 
 def test_the_initial_model_is_loaded_as_the_trained_one_was() -> None:

@@ -326,6 +326,37 @@ def test_a_teacher_is_sharded_as_the_student_is() -> None:
         assert [first - second for first, second in zip(more, less, strict=True)] == [2000 / ways, 0, 0], name
 
 
+def test_tensor_parallelism_leaves_a_rank_its_part_of_a_teacher() -> None:
+    """Of its weights, which FSDP then shards, and of what is gathered and sent."""
+    distilled = {**COUNTED, "teacher": TEACHER}
+    for name, count, ways in (("tp", 2, 2), ("fsdp2_tp", 4, 4)):
+        more, less = resting(name, count, counted=distilled), resting(name, count)
+        assert [first - second for first, second in zip(more, less, strict=True)] == [2000 / ways, 0, 0], name
+    more, less = row("fsdp2_tp", 4, counted=distilled), row("fsdp2_tp", 4)
+    assert more.sent - less.sent == pytest.approx(2 * 1000 / 2)  # type: ignore[operator]  # two micro-batches
+
+
+def test_a_teacher_that_cannot_be_split_is_named() -> None:
+    settings = config(objective="distill", teacher="embedded")
+    shape = load_model_config(settings)
+    three = copy.deepcopy(shape)
+    three.num_attention_heads, three.num_key_value_heads, three.head_dim = 3, 3, shape.hidden_size // 4
+    problem = case(settings, shape, "2:1:1:1:1", teacher=three)["refused"]
+    assert problem.startswith("teacher: tp_size=2: llama has 3 attention heads")
+    assert "refused" not in case(settings, shape, "2:1:1:1:1", teacher=shape)
+    assert "refused" not in case(settings, shape, "1:1:1:1:1", teacher=three)
+
+
+def test_a_rank_needs_less_for_its_part_of_a_teacher() -> None:
+    settings = config(objective="distill", teacher="embedded")
+    shape = load_model_config(settings)
+    wide = copy.deepcopy(shape)
+    wide.hidden_size, wide.intermediate_size = 4 * shape.hidden_size, 4 * shape.intermediate_size
+    student = empty_model(settings, shape, 2)
+    part, full = (count_peaks(settings, student, 8, LENGTH, wide, tp).highest for tp in (2, 1))
+    assert part < full
+
+
 def test_a_teacher_is_gathered_before_the_backward_pass() -> None:
     def gathered(name: str, teacher: Any, kind: str = "gpu") -> float:
         memory = row(name, counted={**COUNTED, "teacher": teacher}, kind=kind).memory
