@@ -133,7 +133,8 @@ def unrecognised(
     mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} match no known format"]
     if formats != SFT_FORMATS:
         have = _roles(names, columns)
-        lacking = min(([role for role in FORMAT_COLUMNS[name] if role not in have] for name in formats), key=len)
+        absent = [[role for role in FORMAT_COLUMNS[name] if role not in have] for name in formats]
+        lacking = min(absent, key=lambda roles: (len(roles), roles != ["prompt"]))
         mistakes[0] = f"{where}: the columns {listed}{mapped} lack {' and '.join(lacking)}"
     missing = [column for column in columns.values() if column not in names]
     mistakes += [

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,12 +18,14 @@ from tests.unit.data.test_support import PLAIN, configure, save_tokenizer, write
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import FORMAT_COLUMNS, OBJECTIVES, PROMPT_ROLES
 from trainers.config.options import TrainConfig
+from trainers.data.files import resolve
 from trainers.data.formats import OPTIONAL
 from trainers.data.messages import RowError
 from trainers.data.prepare import data_fingerprint, prepare, tokenised
 from trainers.data.prompts import MOST_LEVELS, json_value
 from trainers.data.rollouts import Prompt, check_prompts, prompt_of
 from trainers.data.shards import BadRow
+from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder
 from trainers.data.tokenise import Options, Selection, example_of
 from trainers.data.tokenizer import load_tokenizer
@@ -142,23 +145,29 @@ def test_where_the_template_opens_a_thought_the_prompt_ends_within_it(tmp_path: 
     assert "opens a thought" in refusal(tmp_path, [{"messages": [USER, REPLY]}])
 
 
-@pytest.mark.parametrize(
-    ("row", "sentence"),
-    [
-        ({"messages": []}, "messages is empty"),
-        ({"messages": [{"role": "system", "content": "Add."}]}, "ends with a message of role 'system'; a prompt ends"),
-        ({"prompt": [USER, REPLY]}, "prompt ends with a message of role 'assistant'; a prompt ends with user or tool"),
-        ({"prompt": None}, "prompt is null, not text"),
-        ({"prompt": 7}, "prompt is int, not text"),
-        ({"prompt": " \n"}, "no prompt: prompt is empty"),
-        ({"prompt": ["What?"]}, "prompt[0] is str and not an object"),
-        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "no message of the assistant has any text"),
-        ({"instruction": "Add.", "output": ""}, "output is empty"),
-        ({"question": "1+1?"}, "the columns question, answer lack"),
-    ],
-)
-def test_rows_without_a_prompt_are_refused(row: dict[str, Any], sentence: str, tmp_path: Path) -> None:
-    assert sentence in refusal(tmp_path, [{**row, "answer": "2"}])
+NO_PROMPT: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages is empty"),
+    ({"messages": [{"role": "system", "content": "Add."}]}, "ends with a message of role 'system'; a prompt ends"),
+    ({"prompt": [USER, REPLY]}, "prompt ends with a message of role 'assistant'; a prompt ends with user or tool"),
+    ({"prompt": None}, "prompt is null, not text"),
+    ({"prompt": 7}, "prompt is int, not text"),
+    ({"prompt": " \n"}, "no prompt: prompt is empty"),
+    ({"prompt": ["What?"]}, "prompt[0] is str and not an object"),
+    ({"messages": [USER, {"role": "assistant", "content": ""}]}, "no message of the assistant has any text"),
+    ({"instruction": "Add.", "output": ""}, "output is empty"),
+]
+
+
+def test_rows_without_a_prompt_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    for number, (row, _) in enumerate(NO_PROMPT):  # a file for each, as the first row says what the others are
+        write_jsonl(tmp_path / "rows" / f"{number}.jsonl", [{**row, "answer": "2"}])
+    with pytest.raises(ConfigError) as caught:
+        prepare(grpo(tmp_path, tmp_path / "rows"), "train")
+    for number, (_, sentence) in enumerate(NO_PROMPT):
+        (line,) = [line for line in caught.value.lines if f"{number}.jsonl:1: " in line]
+        assert sentence in line
+    assert "the columns question, answer lack prompt" in refusal(tmp_path, [{"question": "1+1?", "answer": "2"}])
 
 
 def test_other_objectives_take_no_prompt_alone(tmp_path: Path) -> None:
@@ -184,33 +193,31 @@ def test_a_prompt_that_was_cut_or_has_no_room_is_refused(tmp_path: Path) -> None
 # -- the answer --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [("It is 2.", "It is 2."), (" 2\n", " 2\n"), (2, "2"), (-2.5, "-2.5"), (10**400, "1" + "0" * 400)],
-)
-def test_an_answer_is_text_or_a_number(value: Any, text: str, tmp_path: Path) -> None:
-    (prompt,) = prompts(tmp_path, [{"prompt": "1+1=", "solution": value}], columns="answer=solution")
-    assert prompt.columns == {"answer": text}
+def test_an_answer_is_text_or_a_number(tmp_path: Path) -> None:
+    texts = {"It is 2.": "It is 2.", " 2\n": " 2\n", 2: "2", -2.5: "-2.5", 10**400: "1" + "0" * 400}
+    rows = [{"prompt": "1+1=", "solution": value} for value in texts]
+    got = prompts(tmp_path, rows, columns="answer=solution")
+    assert [prompt.columns for prompt in got] == [{"answer": text} for text in texts.values()]
 
 
-@pytest.mark.parametrize("value", [True, ["2"], {"value": 2}])
-def test_other_values_are_no_answer(value: Any, tmp_path: Path) -> None:
-    sentence = f"rows.jsonl:2: wrong type: answer is {type(value).__name__}; the answer is a text or a number"
-    assert sentence in refusal(tmp_path, [{"prompt": "1+1=", "answer": 2}, {"prompt": "1+1=", "answer": value}])
+def test_other_values_are_no_answer(tmp_path: Path) -> None:
+    others: list[Any] = [True, ["2"], {"value": 2}]
+    text = refusal(tmp_path, [{"prompt": "1+1=", "answer": value} for value in others])
+    for number, value in enumerate(others, 1):
+        sentence = f"wrong type: answer is {type(value).__name__}; the answer is a text or a number"
+        assert f"rows.jsonl:{number}: {sentence}" in text
 
 
-LACKING = [{"prompt": "1="}, {"prompt": "2=", "answer": None}, {"prompt": "3=", "answer": " "}, {"messages": [USER]}]
-
-
-@pytest.mark.parametrize("row", LACKING)
 @pytest.mark.parametrize("name", ["exact_match", "math_verify", "completions, answer"])
-def test_rewards_that_compare_need_an_answer(row: dict[str, Any], name: str, tmp_path: Path) -> None:
-    own = "," in name
-    rewards = reward(tmp_path, name) if own else name
-    rows = [{"prompt": "0=", "answer": 0}, row] if "prompt" in row else [row]
-    text = refusal(tmp_path, rows, reward_funcs=rewards)
-    assert f"rows.jsonl:{len(rows)}: no answer: rewards compare with an answer, and the row has none" in text
-    assert "give it a column 'answer', or a completion" in text
+def test_rewards_that_compare_need_an_answer(name: str, tmp_path: Path) -> None:
+    options = {"reward_funcs": reward(tmp_path, name) if "," in name else name}
+    lacking: list[Any] = [{"prompt": "1="}, {"prompt": "2=", "answer": None}, {"prompt": "3=", "answer": " "}]
+    text = refusal(tmp_path, [{"prompt": "0=", "answer": 0}, *lacking], **options)
+    wanted = (
+        "no answer: rewards compare with an answer, and the row has none; give it a column 'answer', or a completion"
+    )
+    assert [f"rows.jsonl:{line}: {wanted}" in text for line in (1, 2, 3, 4)] == [False, True, True, True]
+    assert f"rows.jsonl:1: {wanted}" in refusal(tmp_path, [{"messages": [USER]}], **options)
 
 
 def test_a_row_without_an_answer_is_left_out_under_skip(tmp_path: Path) -> None:
@@ -264,31 +271,30 @@ def test_every_json_value_comes_back_exactly(tmp_path: Path) -> None:
     assert repr(got) == repr(VALUES)  # also the types of numbers, and the order of keys
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (b"NaN", "tests is nan, which JSON does not have"),
-        (b"-Infinity", "tests is -inf, which JSON does not have"),
-        (b"1e999", "tests is inf, which JSON does not have"),
-        (b'[1, {"a": NaN}]', "tests[1].a is nan, which JSON does not have"),
-        (b"9" * 5000, "broken JSON"),
-        (b"[" * 101 + b"]" * 101, "over 100 levels of lists and objects"),
-        (b"[" * 100000 + b"]" * 100000, "nested too deeply"),
-        (b'"\\ud800"', "tests has an unpaired surrogate"),
-        (b'{"\\udc00": 1}', "a key of tests has an unpaired surrogate"),
-        (b'{"a": 1, "a": 2}', "duplicate key"),
-        (b"[" * 100 + b"]" * 100, ""),
-    ],
-)
-def test_values_that_would_change_are_refused(value: bytes, sentence: str, tmp_path: Path) -> None:
+CHANGING = [
+    (b"NaN", "tests is nan, which JSON does not have"),
+    (b"-Infinity", "tests is -inf, which JSON does not have"),
+    (b"1e999", "tests is inf, which JSON does not have"),
+    (b'[1, {"a": NaN}]', "tests[1].a is nan, which JSON does not have"),
+    (b"9" * 5000, "broken JSON"),
+    (b"[" * 101 + b"]" * 101, "over 100 levels of lists and objects"),
+    (b"[" * 100000 + b"]" * 100000, "nested too deeply"),
+    (b'"\\ud800"', "tests has an unpaired surrogate"),
+    (b'{"\\udc00": 1}', "a key of tests has an unpaired surrogate"),
+    (b'{"a": 1, "a": 2}', "duplicate key"),
+]
+
+
+def test_values_that_would_change_are_refused(tmp_path: Path) -> None:
     options = {"reward_funcs": reward(tmp_path, "completions, tests")}
-    row = b'{"prompt": "1=", "tests": ' + value + b"}"
-    if not sentence:
-        assert prompts(tmp_path, [row], **options)[0].columns == {"tests": json.loads(value)}
-        return
-    text = refusal(tmp_path, [row], **options)
-    assert "rows.jsonl:1: " in text
-    assert sentence in text
+    deepest = b"[" * 100 + b"]" * 100
+    rows = [b'{"prompt": "1=", "tests": ' + value + b"}" for value in (deepest, *(value for value, _ in CHANGING))]
+    lines = refusal(tmp_path, rows, **options).splitlines()
+    assert not [line for line in lines if "rows.jsonl:1: " in line]
+    for number, (_, sentence) in enumerate(CHANGING, 2):
+        (line,) = [line for line in lines if f"rows.jsonl:{number}: " in line]
+        assert sentence in line
+    assert prompts(tmp_path, rows[:1], **options)[0].columns == {"tests": json.loads(deepest)}
 
 
 @pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), b"x", (1,), {1}, float("nan"), {1: 2}, 1j])
@@ -387,3 +393,27 @@ def test_columns_of_parquet_that_are_no_json_are_refused_by_type(value: Any, kin
         prepare(config, "train")
     unread = grpo(tmp_path, tmp_path / "rows.parquet", reward_funcs=reward(tmp_path, "completions"))
     assert prepare(unread, "train").report.unused == {"day": 1}
+
+
+def test_a_hub_data_set_holds_prompts_and_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that other objects of the column have are left out where they are null, and null itself is a value."""
+    rows = [{"prompt": [USER], "gold": 2.5, "tests": {"a": [1, None]}, "when": datetime.datetime(2026, 1, 1)},
+            {"prompt": [USER], "gold": 3.0, "tests": {"b": "x"}, "when": None}]  # fmt: skip
+    data_set = datasets.Dataset.from_list(rows)
+    for module in ("table_rows", "files"):
+        monkeypatch.setattr(f"trainers.data.{module}.hub_rows", lambda *names: data_set)
+    config = grpo(tmp_path, Path("someone/sums"), columns="answer=gold")
+    (shard,) = plan(resolve(config, "train"), "line")
+    for reads in ({"answer": False, "tests": False}, {"answer": False, "when": False}):
+        options = Options("line", config.columns, 99, "drop", True, Selection(), config.objective_spec.formats,
+                          rewards=reads)  # fmt: skip
+        documents = [example_of(row, "auto", options) for _, row in read(shard, "line", options.wanted)]
+        if "tests" in reads:
+            assert [json.loads(document.columns) for (document,) in documents] == [
+                {"answer": "2.5", "tests": {"a": [1, None]}}, {"answer": "3.0", "tests": {"b": "x"}},
+            ]  # fmt: skip
+            assert unread_columns(shard.file, options.wanted) == ["when"]
+        else:
+            assert documents[0] == BadRow(
+                "no JSON", "when is of type datetime, which JSON does not have; make it text or a number"
+            )
