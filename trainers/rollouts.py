@@ -20,7 +20,9 @@ from transformers import GenerationConfig
 
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.checkpoint.export import stop_tokens
+from trainers.config.objectives import ANSWER
 from trainers.config.options import TrainConfig
+from trainers.config.reward_file import columns_of_rewards
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.cache import TokenSet
 from trainers.data.micro_batch import MicroBatch, StepBatch
@@ -94,6 +96,7 @@ class Sampler:
         ends = stop_tokens(self.tokenizer, base.generation_config or GenerationConfig())
         self.stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
         self.vocabulary = int(base.config.get_text_config().vocab_size)
+        self.columns = tuple(columns_of_rewards(config) or ())
         self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout, config.reward_schema)
         self.weights = np.array(config.reward_weights or [1.0] * len(config.reward_funcs))
         self.served: ServedSampling | None = None  # set with `sampler_url`
@@ -265,16 +268,20 @@ class Sampler:
         if self.ranks.is_main:
             decode = self.tokenizer.decode
             texts = [[decode(prompt.tokens), decode(tokens, skip_special_tokens=True),
-                      decode(prompt.answer, skip_special_tokens=True)]
+                      prompt.columns.get(ANSWER) or decode(prompt.answer, skip_special_tokens=True)]
                      for prompt, tokens in zip(prompts, answers.tokens, strict=True)]  # fmt: skip
+            of_texts = [[text[part] for text in texts] for part in range(3)]
+            has = [column for column in self.columns if prompts[0].has(column)]  # all prompts do, or none
+            columns = {column: [prompt.columns[column] for prompt in prompts] for column in has if column != ANSWER}
+            columns |= {ANSWER: of_texts[2]} if ANSWER in has else {}
             try:
-                by_function = self.rewards.compute(*([text[part] for text in texts] for part in range(3)))
+                by_function = self.rewards.compute(of_texts[0], of_texts[1], columns)
                 total = self.weights @ np.array([by_function[name] for name in self.config.reward_funcs])
                 step = RecordedStep(
                     numbers.tolist(), [tokens.tolist() for tokens in answers.tokens],
                     [values.tolist() for values in answers.log_probs], list(answers.ended), total.tolist(),
                     by_function, texts, prompts_digest([prompt.tokens for prompt in prompts]),
-                    self.config.temperature,
+                    self.config.temperature, columns=_read_columns(numbers, prompts),
                 )  # fmt: skip
                 outcome = (step, "")
             except TrainingError as error:
@@ -344,6 +351,11 @@ class Sampler:
         self.ranks.agree(problem, f"reading the answers of step {step + 1}, {path},")
         assert recorded is not None
         return recorded
+
+
+def _read_columns(numbers: np.ndarray, prompts: Sequence[Prompt]) -> dict[str, dict[str, Any]]:
+    """The columns of each prompt, by the number of its document."""
+    return {str(number): dict(prompt.columns) for number, prompt in zip(numbers, prompts, strict=True)}
 
 
 def _path(folder: Path, step: int) -> Path:

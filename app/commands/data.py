@@ -130,6 +130,8 @@ def _print(statistics: dict[str, Any], preview: Sequence[dict[str, Any]]) -> Non
         report(f"\nfirst rows; trained tokens are {'green and underlined' if before == _TRAINED else 'in «»'}")
     for row in preview:
         report(f"\n-- {row['where']}: {_describe(row)}")
+        if row["for_rewards"]:
+            report(f"rewards get {clean(row['for_rewards'])}")
         for document in row["documents"]:
             report("".join(_highlight(segment, before, after) for segment in document["segments"]))
             if document["hidden"]:
@@ -149,7 +151,8 @@ def _describe(row: dict[str, Any]) -> str:
         return clean(": ".join(row["mistake"]))
     tokens = f"{row['tokens']:,}" if row["status"] == "whole" else f"{row['kept_tokens']:,} of {row['tokens']:,}"
     use = {"eval": ", held out for evaluation", "none": ", beyond max_train_samples"}.get(row["use"], "")
-    return f"{row['status']}, {tokens} tokens, {row['trained_tokens']:,} trained{use}"
+    trained = "a prompt that the model answers" if row["unanswered"] else f"{row['trained_tokens']:,} trained"
+    return f"{row['status']}, {tokens} tokens, {trained}{use}"
 
 
 def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:

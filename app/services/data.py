@@ -307,6 +307,7 @@ def _data_key(values: Mapping[str, Any]) -> str | None:
     if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
         return None
     deciding = {option.name: values[option.name] for option in fields() if option.section in ("model", "data")}
+    deciding |= {name: values[name] for name in ("objective", "reward_funcs")}  # which columns are read
     # These options of the same sections do not affect the rows.
     for name in ("attn_implementation", "num_hidden_layers", "random_init", "dataset_num_proc", "group_by_length"):
         del deciding[name]

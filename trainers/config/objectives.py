@@ -13,6 +13,7 @@ from typing import Any, Literal
 SFT_FORMATS = ("chat", "sharegpt", "prompt_completion", "alpaca", "text")
 PREFERENCE = "preference"
 LABELLED = "labelled"
+PROMPT = "prompt"
 FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
     LABELLED: ("label",),
     "chat": ("messages",),
@@ -21,8 +22,16 @@ FORMAT_COLUMNS: dict[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
     PREFERENCE: ("chosen", "rejected"),
+    PROMPT: ("prompt",),
 }
 """The columns that each row format needs; a labelled row also needs its answer, in one of several columns."""
+ANSWER = "answer"
+"""The column that rewards compare sampled answers with, in rows whose prompt has no completion."""
+PROMPT_ROLES = (
+    "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "history",
+    "tools", "functions", "chat_template_kwargs",
+)  # fmt: skip
+"""Columns that the row formats of an objective that samples read, which no reward can read too."""
 COLUMN_ROLES = (
     "messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system", "text",
     "history", "tools", "functions", "chat_template_kwargs", "chosen", "rejected", "label",
@@ -174,7 +183,7 @@ OBJECTIVES: dict[str, ObjectiveSpec] = {
         ObjectiveSpec(
             "grpo", "GRPO", "Group relative policy optimization",
             "Sample several answers to each prompt, reward them with functions, and make the better ones more likely.",
-            formats=("chat", "sharegpt", "prompt_completion", "alpaca"),
+            formats=("chat", "sharegpt", "prompt_completion", "alpaca", PROMPT),
             metrics=("clip_ratio", "sampler_difference", "kl"),
             defaults={
                 "reward_funcs": ["exact_match"], "reward_weights": [], "reward_schema": None, "reward_timeout": 60.0,

@@ -186,7 +186,7 @@ class TrainConfig(BaseModel):
     eval_share: float = _option("data", 0.0, ge=0, lt=1)
     """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
     dataset_format: Literal[
-        "auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "labelled"
+        "auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "labelled", "prompt"
     ] = _option("data", "auto")
     """Row format; `auto` detects it from the columns."""
     columns: Pairs = _option("data", {})

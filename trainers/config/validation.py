@@ -9,9 +9,16 @@ from typing import Any
 from pydantic import ValidationError
 
 from trainers.config.mistakes import ConfigError, Mistake
-from trainers.config.objectives import COLUMN_ROLES, HIGHER_IS_BETTER, OBJECTIVES, OWN_OPTIONS, evaluation_metrics
+from trainers.config.objectives import (
+    ANSWER,
+    COLUMN_ROLES,
+    HIGHER_IS_BETTER,
+    OBJECTIVES,
+    OWN_OPTIONS,
+    evaluation_metrics,
+)
 from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
-from trainers.config.reward_file import reward_mistakes
+from trainers.config.reward_file import columns_of_rewards, reward_mistakes
 from trainers.config.sampler import sampler_mistakes
 
 MISSING = "is missing"
@@ -125,9 +132,15 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
 
 
 def _unknown_columns(config: TrainConfig) -> Iterator[Mistake]:
-    """Yields a mistake for each role in `columns` that neither a row format nor the objective has."""
-    known = [*COLUMN_ROLES, *config.objective_spec.columns]
-    of_others = {name for spec in OBJECTIVES.values() for name in spec.columns}
+    """Yields a mistake for each role in `columns` that no row format, objective or reward has."""
+    if not config.columns:
+        return
+    try:
+        of_rewards = columns_of_rewards(config)
+    except ConfigError:  # which is a mistake of its own
+        return
+    known = [*COLUMN_ROLES, *config.objective_spec.columns, *(() if of_rewards is None else (ANSWER, *of_rewards))]
+    of_others = {ANSWER, *(name for spec in OBJECTIVES.values() for name in spec.columns)}
     for role, column in config.columns.items():
         if role not in known and role in of_others:
             problem = f"with objective={config.objective}, which does not read it"

@@ -52,6 +52,8 @@ class TokenSet:
         self._mask = arrays["mask"]
         self._files = arrays["files"]
         self._lines = arrays["lines"]
+        self._columns: npt.NDArray[np.uint8] = arrays["columns"]
+        self._column_bytes: npt.NDArray[np.int64] = arrays["column_bytes"]
 
     def largest_token_id(self) -> int:
         """The largest token id of all documents."""
@@ -103,6 +105,19 @@ class TokenSet:
         return np.concatenate([self._input_ids[span] for span in spans]), np.concatenate(
             [self._mask[span] for span in spans]
         )
+
+    @cached_property
+    def _column_ends(self) -> npt.NDArray[np.int64]:
+        """`[documents]` ends of the columns of each document."""
+        return np.cumsum(self._column_bytes)
+
+    def columns(self, index: int) -> dict[str, Any]:
+        """The columns of a document that rewards read, by role."""
+        if not (size := int(self._column_bytes[index])):
+            return {}
+        end = int(self._column_ends[index])
+        values: dict[str, Any] = json.loads(self._columns[end - size : end].tobytes())
+        return values
 
     def where(self, index: int) -> str:
         """`file:line` of the row that a document comes from."""

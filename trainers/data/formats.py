@@ -14,6 +14,7 @@ from trainers.config.objectives import (
     MEDIA,
     OBJECTIVES,
     PREFERENCE,
+    PROMPT,
     SFT_FORMATS,
 )
 from trainers.data.messages import (
@@ -40,6 +41,7 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have besid
     "alpaca": ("input", "system", "history"),
     "text": (),
     PREFERENCE: ("prompt", "messages", "conversations", *OF_CHATS),
+    PROMPT: ("completion", *OF_CHATS),
 }
 SHAREGPT_ROLES = {
     "human": "user",
@@ -72,6 +74,9 @@ class Document:
         left_out: Indices of further assistant messages that are not trained.
         desirable: The label, of an example that has one.
         numbers: The numeric columns that the objective reads, in its order; None where the example has none.
+        unanswered: Whether the document ends where the model would begin its answer: before the last message, which
+            stands in for one, or after the prompt.
+        columns: The columns that rewards read, as a JSON object; empty without any.
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
@@ -84,6 +89,8 @@ class Document:
     left_out: frozenset[int] = frozenset()
     desirable: bool = True
     numbers: tuple[float | None, ...] = ()
+    unanswered: bool = False
+    columns: str = ""
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -91,7 +98,8 @@ class Document:
     @property
     def size(self) -> int:
         """Length in characters."""
-        return len(self.prompt) + len(self.completion) + sum(len(message["content"]) for message in self.messages)
+        texts = len(self.prompt) + len(self.completion) + len(self.columns)
+        return texts + sum(len(message["content"]) for message in self.messages)
 
 
 def recognise(
@@ -106,7 +114,7 @@ def recognise(
         names: Columns of the row.
         columns: `config.columns`, the user's column for each role; only formats with these roles are considered.
         formats: The formats of the objective, in the order in which they are tried.
-        numeric: The numeric columns of the objective, which belong to no format.
+        numeric: The columns of the objective, which belong to no format: numbers, and those that rewards read.
     """
     have = _roles(names, columns)
     for name in formats:
@@ -125,14 +133,15 @@ def unrecognised(
     mistakes: list[str | Mistake] = [f"{where}: the columns {listed}{mapped} match no known format"]
     if formats != SFT_FORMATS:
         have = _roles(names, columns)
-        lacking = min(([role for role in FORMAT_COLUMNS[name] if role not in have] for name in formats), key=len)
+        absent = [[role for role in FORMAT_COLUMNS[name] if role not in have] for name in formats]
+        lacking = min(absent, key=lambda roles: (len(roles), roles != ["prompt"]))
         mistakes[0] = f"{where}: the columns {listed}{mapped} lack {' and '.join(lacking)}"
     missing = [column for column in columns.values() if column not in names]
     mistakes += [
         Mistake("columns", None, f"names {column!r}, which does not exist{near(column, names)}") for column in missing
     ]
     known = "; ".join(f"{name}: {', '.join(FORMAT_COLUMNS[name])}" for name in formats)
-    others = [name for name in FORMAT_COLUMNS if name not in formats]
+    others = [name for name in FORMAT_COLUMNS if name not in (*formats, PROMPT)]  # a prompt alone is in many rows
     if other := recognise(names, columns, others):
         *names_of, last = [spec.name for spec in OBJECTIVES.values() if other in spec.formats]
         remedy = f"{', '.join(names_of)} or {last}" if names_of else last
@@ -141,7 +150,7 @@ def unrecognised(
 
 
 def wanted_columns(columns: Mapping[str, str], numeric: Iterable[str] = ()) -> list[str]:
-    """Every column that some format uses or refuses, and the numeric ones of the objective."""
+    """Every column that some format uses or refuses, and those of the objective."""
     return [*columns.values(), *(role for role in (*COLUMN_ROLES, *numeric) if role not in columns), *MEDIA]
 
 
@@ -283,19 +292,22 @@ def _tools(value: Any, location: str) -> list[dict[str, Any]]:
     return [parse_json_value(tool, dict, f"{location}[{index}]") for index, tool in enumerate(tools)]
 
 
+def chat_messages(values: dict[str, Any], role: str, fields: Fields) -> tuple[list[Message], list[bool]]:
+    """The messages of the column `messages` or `conversations`, and for each whether it may be trained."""
+    if role == "messages":
+        return parse_messages(values[role], role, ("role", "content"), {}, fields)
+    return parse_messages(values[role], role, ("from", "value"), SHAREGPT_ROLES, fields)
+
+
 def _from_chat(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
-    messages, trained = parse_messages(values["messages"], "messages", ("role", "content"), {}, fields)
-    return conversation(messages, trained, values, fields)
+    return conversation(*chat_messages(values, "messages", fields), values, fields)
 
 
 def _from_sharegpt(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
-    messages, trained = parse_messages(
-        values["conversations"], "conversations", ("from", "value"), SHAREGPT_ROLES, fields
-    )
-    return conversation(messages, trained, values, fields)
+    return conversation(*chat_messages(values, "conversations", fields), values, fields)
 
 
-def _from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+def from_alpaca(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
     instruction, input_text = text_of(values["instruction"], "instruction"), optional_text(values["input"], "input")
     answer, system = answer_text(values["output"], "output"), optional_text(values["system"], "system")
     history = _turns(values["history"])
@@ -365,6 +377,6 @@ _BUILDERS = {
     "chat": _from_chat,
     "sharegpt": _from_sharegpt,
     "prompt_completion": lambda values, chat, fields: from_prompt_completion(values, fields),
-    "alpaca": _from_alpaca,
+    "alpaca": from_alpaca,
     "text": _from_text,
 }

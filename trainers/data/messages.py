@@ -90,6 +90,26 @@ def is_text_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
 
 
+def is_conversation(value: Any) -> bool:
+    """Whether this is a message or a list of messages, not text."""
+    if isinstance(value, dict):
+        return not is_text_part(value)
+    return isinstance(value, list | tuple) and not all(map(is_text_part, value))
+
+
+def parsed_messages(value: Any) -> Any:
+    """Messages that a table holds as JSON text; any other value as it is."""
+    text = value.strip() if isinstance(value, str) else ""
+    if not (text.startswith("[{") and text.endswith("}]")):
+        return value
+    try:
+        parsed = STRICT.decode(text)
+    except (ValueError, RecursionError):
+        return value
+    are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed)
+    return parsed if are_messages else value
+
+
 def parse_json_value(value: Any, kind: type, location: str) -> Any:
     """A list or an object, parsed if it is given as JSON text.
 

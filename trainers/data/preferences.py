@@ -15,8 +15,7 @@ from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
-from trainers.config.objectives import PREFERENCE, SFT_FORMATS
-from trainers.config.strict_json import STRICT
+from trainers.config.objectives import ANSWER, PREFERENCE, SFT_FORMATS
 from trainers.data.formats import (
     OF_CHATS,
     SHAREGPT_ROLES,
@@ -35,10 +34,12 @@ from trainers.data.messages import (
     Fields,
     Message,
     RowError,
-    is_text_part,
+    is_conversation,
     parse_messages,
+    parsed_messages,
     text_of,
 )
+from trainers.data.prompts import prompt_document
 
 _BEFORE = ("prompt", "messages", "conversations")
 _SIDES = ("chosen", "rejected")
@@ -57,6 +58,7 @@ def example(
     chat: bool,
     formats: Sequence[str],
     numeric: Mapping[str, bool] = MappingProxyType({}),
+    rewards: Mapping[str, bool] | None = None,
 ) -> tuple[Document, ...]:
     """Converts a row to its documents: one, or a chosen and a rejected one.
 
@@ -67,11 +69,15 @@ def example(
         chat: Whether there is a chat template.
         formats: The formats of the objective, in the order in which they are tried.
         numeric: Numeric columns that the objective reads, and whether a row may lack each.
+        rewards: Columns that rewards read, and whether a row may lack each; None if the objective does not sample.
 
     Raises:
         RowError: if the row does not fit the format.
     """
-    name = recognise(row, columns, formats, numeric) if format_name == "auto" else format_name
+    others = numeric if rewards is None else (ANSWER, *rewards)
+    name = recognise(row, columns, formats, others) if format_name == "auto" else format_name
+    if rewards is not None:
+        return (prompt_document(row, name, columns, chat, rewards),)
     if name in SFT_FORMATS:
         return (canonical(row, name, columns, chat),)
     values, fields = values_by_role(row, name, columns, numeric)
@@ -90,7 +96,7 @@ def _labelled(values: dict[str, Any], fields: Fields) -> Document:
         raise RowError("wrong type", f"{problem}; give completion (with its prompt), messages or conversations")
     (role,) = present
     if role == "completion":
-        values |= {name: _parsed(values[name]) for name in ("prompt", "completion")}
+        values |= {name: parsed_messages(values[name]) for name in ("prompt", "completion")}
         return replace(from_prompt_completion(values, fields), desirable=desirable)
     fields.add_unused({"prompt": values["prompt"]})
     messages, trained = _messages(values[role], role, fields)
@@ -131,31 +137,12 @@ def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     for role in _SIDES:
         if values[role] is None:
             raise RowError("wrong type", f"{role} is null, not text or messages")
-        values[role] = _parsed(values[role])
-    listed = [_is_conversation(values[role]) for role in _SIDES]
+        values[role] = parsed_messages(values[role])
+    listed = [is_conversation(values[role]) for role in _SIDES]
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
     chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
     return chosen, replace(rejected, desirable=False)
-
-
-def _parsed(value: Any) -> Any:
-    """Messages that a table holds as JSON text; any other value as it is."""
-    text = value.strip() if isinstance(value, str) else ""
-    if not (text.startswith("[{") and text.endswith("}]")):
-        return value
-    try:
-        parsed = STRICT.decode(text)
-    except (ValueError, RecursionError):
-        return value
-    are_messages = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in parsed)
-    return parsed if are_messages else value
-
-
-def _is_conversation(value: Any) -> bool:
-    if isinstance(value, dict):
-        return not is_text_part(value)
-    return isinstance(value, list | tuple) and not all(map(is_text_part, value))
 
 
 def _messages(value: Any, role: str, fields: Fields) -> _Side:
@@ -203,7 +190,7 @@ def _texts(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
         if values[role] not in _EMPTY:
             raise RowError("wrong type", f"{role} holds messages, and chosen and rejected text; make them messages too")
     prompt = values["prompt"]
-    if prompt is not None and _is_conversation(prompt):
+    if prompt is not None and is_conversation(prompt):
         raise RowError("wrong type", "prompt holds messages, and chosen and rejected text; make them messages too")
     fields.add_unused({role: values[role] for role in OF_CHATS if role != "system"})
     system = optional_text(values["system"], "system")

@@ -23,15 +23,17 @@ from filelock import FileLock, Timeout
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import FORMAT_COLUMNS, SFT_FORMATS
 from trainers.config.options import TrainConfig
+from trainers.config.reward_file import columns_of_rewards
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import OPTIONAL, recognise, unrecognised, wanted_columns
 from trainers.data.progress import Progress, say
 from trainers.data.report import LONGER, TOO_LONG, Report
+from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.shards import SHARD_BYTES, FileShard
 from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder, training_encoder
-from trainers.data.tokenise import Options, Selection, TokenizeTask, row_hashes
+from trainers.data.tokenise import Options, Selection, TokenizeTask, extra_columns, row_hashes
 from trainers.data.tokenizer import load_tokenizer, tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
 from trainers.run.folder import cache_folder
@@ -61,6 +63,7 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
     token_set = tokenised(config, split)
     refuse_bad(token_set.report, config)
     refuse_missing_numbers(config, token_set)
+    refuse_missing_columns(config, token_set)
     return token_set
 
 
@@ -97,7 +100,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
     """
     files = resolve(config, split) if files is None else files
     held_out = config.eval_share > 0
-    spec = config.objective_spec
+    spec, rewards = config.objective_spec, columns_of_rewards(config)
     ingredients = {
         "version": FORMAT_VERSION,
         "data": identity(files),
@@ -109,6 +112,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "held_out": [split, config.eval_share, config.seed] if held_out else None,
         **({} if spec.formats == SFT_FORMATS else {"formats": spec.formats}),
         **({"numeric": [[name, name in spec.optional_columns] for name in spec.columns]} if spec.columns else {}),
+        **({} if rewards is None else {"rewards": sorted(rewards.items())}),
     }
     return hashlib.sha256(json.dumps(ingredients, sort_keys=True).encode()).hexdigest()
 
@@ -190,7 +194,7 @@ def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> O
     spec = config.objective_spec
     return Options(
         config.sample_by, config.columns, config.max_length, config.overlong, chat, selection, spec.formats, spec.parts,
-        {name: name in spec.optional_columns for name in spec.columns},
+        {name: name in spec.optional_columns for name in spec.columns}, columns_of_rewards(config),
     )  # fmt: skip
 
 
@@ -220,7 +224,7 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
     """
     name = config.dataset_format
     if name != "auto":
-        unknown = set(config.columns) - {*FORMAT_COLUMNS[name], *OPTIONAL[name], *config.objective_spec.columns}
+        unknown = set(config.columns) - {*FORMAT_COLUMNS[name], *OPTIONAL[name], *_columns_beside(config)}
         if unknown:
             raise ConfigError(f"columns.{min(unknown)} is not a role of dataset_format={name}; leave it out")
         return {shard.file.path: name for shard in shards}
@@ -231,14 +235,19 @@ def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
     return formats
 
 
+def _columns_beside(config: TrainConfig) -> tuple[str, ...]:
+    """The columns that the objective reads beside those of the row format."""
+    return (*config.objective_spec.columns, *extra_columns(columns_of_rewards(config)))
+
+
 def _sniff(shard: FileShard, config: TrainConfig) -> str:
     """The format of a file, from its first shard; `auto` (row by row) if none of its first rows can be read."""
     first: tuple[str, list[str]] | None = None
-    formats, numeric = config.objective_spec.formats, config.objective_spec.columns
-    wanted = wanted_columns(config.columns, numeric)
+    formats, others = config.objective_spec.formats, _columns_beside(config)
+    wanted = wanted_columns(config.columns, others)
     for count, (line, row) in enumerate(read(shard, config.sample_by, wanted)):
         if isinstance(row, dict):
-            format_name = recognise(row, config.columns, formats, numeric)
+            format_name = recognise(row, config.columns, formats, others)
             if format_name:
                 return format_name
             first = first or (f"{shard.file.display_name}:{line}", [*row, *unread_columns(shard.file, wanted)])

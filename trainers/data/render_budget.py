@@ -1,10 +1,13 @@
-"""Limit on the CPU time that a chat template may take over all conversations. Imports no torch."""
+"""Limits on the CPU time that a chat template may take for one conversation, and for all. Imports no torch."""
 
 from __future__ import annotations
 
+import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.formats import Document
@@ -44,3 +47,26 @@ class RenderBudget:
                 f"the chat template takes {self._spent / self._documents:.1f} s for each conversation "
                 f"({self._documents:,} of them rendered); give another with --chat_template FILE"
             )
+
+
+class TooLong(BaseException):  # not an Exception, which code around the template might catch
+    """A template that is still rendering one conversation."""
+
+
+@contextmanager
+def cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Ends the block after `seconds` of CPU time; only in the main thread, as signals cannot interrupt others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        raise TooLong
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

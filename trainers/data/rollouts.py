@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import ANSWER
 from trainers.config.options import TrainConfig
+from trainers.config.reward_file import columns_of_rewards
 from trainers.data.cache import TokenSet
 
 
@@ -22,20 +24,27 @@ class Prompt:
 
     Args:
         tokens: token ids before the last answer of a document.
-        answer: token ids of that answer in the data, to which rewards may compare.
+        answer: token ids of that answer in the data, to which rewards may compare; none if the document ends with its
+            prompt.
+        columns: values of the columns that rewards read, with the text of an answer that has a column of its own.
     """
 
     tokens: np.ndarray
     answer: np.ndarray
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    def has(self, column: str) -> bool:
+        """Whether rewards can get a column of it."""
+        return column in self.columns or (column == ANSWER and len(self.answer) > 0)
 
 
 def prompt_of(documents: TokenSet, index: int) -> Prompt:
-    """The prompt of a document: all that stands before its last answer."""
+    """The prompt of a document: all that stands before its last answer, or all of it."""
     tokens, mask = documents.document(index)
     end = len(mask) - int(np.argmax(mask[::-1]))
     before = np.flatnonzero(~mask[:end])
     start = int(before[-1]) + 1 if len(before) else 0
-    return Prompt(tokens[:start], tokens[start:end])
+    return Prompt(tokens[:start], tokens[start:end], documents.columns(index))
 
 
 def check_prompts(config: TrainConfig, documents: TokenSet) -> None:
@@ -63,6 +72,24 @@ def check_prompts(config: TrainConfig, documents: TokenSet) -> None:
             raise ConfigError(
                 f"{documents.where(index)}: has a prompt of {length:,} tokens, and max_completion_length={option} "
                 f"leaves {room:,} of max_length={config.max_length}; raise max_length"
+            )
+
+
+def refuse_missing_columns(config: TrainConfig, documents: TokenSet) -> None:
+    """Refuses data of which only some rows have a column that rewards can do without, or an answer.
+
+    Raises:
+        ConfigError: with the first row that lacks it.
+    """
+    optional = [column for column, may_lack in (columns_of_rewards(config) or {}).items() if may_lack]
+    prompts = (prompt_of(documents, index) for index in range(len(documents))) if optional else ()
+    having = np.array([[prompt.has(column) for column in optional] for prompt in prompts], dtype=np.bool_)
+    for column, has_it in zip(optional, having.T, strict=False):
+        if has_it.any() and not has_it.all():
+            name = config.columns.get(column, column)
+            raise ConfigError(
+                f"{documents.where(int(has_it.argmin()))}: {name!r} is missing, and other rows have one "
+                f"({int((~has_it).sum()):,} of {len(documents):,} lack it); give it to all rows, or leave it out"
             )
 
 
@@ -156,6 +183,7 @@ class RecordedStep:
         temperature: the option it was sampled with.
         old_log_probs: log-probability of each token under the weights that sampled, as training computes it; None if
             the step trains with these weights, and so knows it.
+        columns: the columns that rewards read of each document in `prompts`, by its number as text, for readers.
     """
 
     prompts: list[int]
@@ -168,6 +196,7 @@ class RecordedStep:
     fingerprint: str
     temperature: float
     old_log_probs: list[list[float]] | None = None
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def to_json(self, **more: Any) -> str:
         """The step as JSON."""
@@ -202,9 +231,9 @@ class RecordedStep:
         values = json.loads(text)
         if not isinstance(values, dict):
             raise ValueError("it holds no sampled answers")
-        if missing := cls.__dataclass_fields__.keys() - values.keys() - {"old_log_probs"}:
+        if missing := cls.__dataclass_fields__.keys() - values.keys() - {"old_log_probs", "columns"}:
             raise ValueError(f"it holds no sampled answers, or those of another version: {min(missing)} is missing")
-        fields: dict[str, Any] = {name: values.get(name) for name in cls.__dataclass_fields__}
+        fields: dict[str, Any] = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
         step = cls(**fields)
         of_tokens: list[list[list[float]]] = [step.log_probs]
         of_tokens += [] if step.old_log_probs is None else [step.old_log_probs]

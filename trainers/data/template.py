@@ -7,10 +7,8 @@ rendering the conversation turn by turn, and mapped to tokens by the tokenizer's
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from functools import cached_property
@@ -23,7 +21,7 @@ import numpy.typing as npt
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import FIXED_DATE, TrainConfig
 from trainers.data.formats import Document, Message, RowError
-from trainers.data.render_budget import RenderBudget
+from trainers.data.render_budget import RenderBudget, TooLong, cpu_time_limit
 from trainers.data.reply_spans import ReplySpans, name_message, tail
 from trainers.data.shards import ROW_BYTES, BadRow
 from trainers.data.template_probe import Span, TemplateProbe, missing
@@ -39,11 +37,15 @@ _THOUGHTS_OF_EARLIER_TURNS = {"preserve_thinking": True, "truncate_history_think
 
 @dataclass(frozen=True)
 class Encoded:
-    """Tokens of one document, the mask of trained ones (never the first: nothing predicts it), and unused fields."""
+    """Tokens of one document, the mask of trained ones (never the first: nothing predicts it), and unused fields.
+
+    A document that is `unanswered` has no trained token: the model samples its answer.
+    """
 
     input_ids: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
     unused: tuple[str, ...] = ()
+    unanswered: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ class Encoder:
 
     def _render(self, document: Document) -> _Rendered | BadRow:
         if not document.messages:
+            if document.unanswered:
+                return _Rendered(document.prompt, [], document.unused, plain=True, unanswered=True)
             start = len(document.prompt) if self.options.assistant_only else 0
             text = document.prompt + document.completion
             return _Rendered(text, [(start, len(text))], document.unused, plain=True)
@@ -166,7 +170,7 @@ class Encoder:
             )
         try:
             with self._budget.charge(document):
-                return self._render_chat(document)
+                return self._render_prompt(document) if document.unanswered else self._render_chat(document)
         except RowError as error:
             return error.bad
 
@@ -260,18 +264,12 @@ class Encoder:
 
     def _render_chat(self, document: Document) -> _Rendered:
         self.rendered_chat = True
-        # Normalise roles and thoughts to what the template writes.
-        known = map(self._probe.place_role, document.messages)
-        messages = [self._probe.place_thought(message, self.options.thoughts) for message in known]
-        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        trained = [index for index in replies if index >= document.untrained and index not in document.left_out]
-        variables = dict(document.variables)
-        if any(messages[index].get("reasoning_content") for index in trained):
-            variables = {**_THOUGHTS_OF_EARLIER_TURNS, **variables}
+        messages, trained, variables = self._placed(document)
         self._refuse_unwritten(document)
         # Train on all tokens.
         if not self.options.assistant_only:
             text = self._apply(messages, variables=variables)[0]
+            replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
             self._refuse_lost(messages, replies, text, variables)
             return _Rendered(text, [(0, len(text))], self._unused(document, messages, variables))
         # Train on replies only: find their spans in the rendered text.
@@ -282,6 +280,31 @@ class Encoder:
         spans = finder.marked(text, marked, messages) if self.markers else finder.by_turns(text, messages, trained)
         trained_spans = [span for index in trained for span in finder.generated(text, spans[index], messages, index)]
         return _Rendered(text, trained_spans, self._unused(document, messages, variables))
+
+    def _render_prompt(self, document: Document) -> _Rendered:
+        """What stands before an answer: up to that of the stand-in, or the generation prompt where none can follow."""
+        try:
+            rendered = self._render_chat(document)
+            return replace(rendered, text=rendered.text[: rendered.spans[-1][0]], spans=[], unanswered=True)
+        except RowError:
+            if not self._probe.prompt_opens_thought:  # which the stand-in does not go on with, but the model does
+                raise
+        messages, trained, variables = self._placed(document)
+        before, replies = messages[:-1], trained[:-1]
+        text = self._apply(before, prompt=True, variables=variables)[0]
+        self._refuse_lost(before, replies, text, variables)
+        return _Rendered(text, [], self._unused(document, before, variables), unanswered=True)
+
+    def _placed(self, document: Document) -> tuple[list[Message], list[int], dict[str, Any]]:
+        """Messages with roles and thoughts as the template writes them, those that are trained, and its variables."""
+        known = map(self._probe.place_role, document.messages)
+        messages = [self._probe.place_thought(message, self.options.thoughts) for message in known]
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        trained = [index for index in replies if index >= document.untrained and index not in document.left_out]
+        variables = dict(document.variables)
+        if any(messages[index].get("reasoning_content") for index in trained):
+            variables = {**_THOUGHTS_OF_EARLIER_TURNS, **variables}
+        return messages, trained, variables
 
     def _unused(self, document: Document, messages: list[Message], variables: Mapping[str, Any]) -> tuple[str, ...]:
         """Paths of the fields of a row that nothing uses, those that the chat template gets included."""
@@ -365,7 +388,7 @@ class Encoder:
         today, date_string = self._today
         values = {"date_string": date_string, **self.options.special_tokens, **(variables or {})}
         try:
-            with _time_limit(RENDER_SECONDS):
+            with cpu_time_limit(RENDER_SECONDS):
                 # Compiled templates are cached by their source, so this sets the date of the one rendered below.
                 _compile_jinja_template(self.options.chat_template).globals["strftime_now"] = today.strftime
                 texts, spans = render_jinja_template(
@@ -375,7 +398,7 @@ class Encoder:
                     add_generation_prompt=prompt,
                     **values,
                 )
-        except _TooLong:
+        except TooLong:
             raise ConfigError(
                 f"the chat template still runs after {RENDER_SECONDS:.0f} s on one conversation; give another with "
                 "--chat_template FILE"
@@ -402,14 +425,14 @@ class Encoder:
                 mask[first:last] = True
         if item.plain:
             # Add the tokenizer's prefix, unless the text already starts with it, and its suffix, which is trained.
-            before, after = self.options.prefix, self.options.suffix
+            before, after = self.options.prefix, [] if item.unanswered else self.options.suffix
             before = [] if before and ids[: len(before)] == before else before
             ids = [*before, *ids, *after]
             mask = np.concatenate([np.zeros(len(before), np.bool_), mask, np.ones(len(after), np.bool_)])
         mask[:1] = False
-        if not mask.any():
+        if not (mask.any() or item.unanswered):
             return BadRow("no trained token", "it has no trained token")
-        return Encoded(np.asarray(ids, dtype=np.int32), mask, item.unused)
+        return Encoded(np.asarray(ids, dtype=np.int32), mask, item.unused, item.unanswered)
 
 
 @dataclass
@@ -418,6 +441,7 @@ class _Rendered:
     spans: list[Span]
     unused: tuple[str, ...]
     plain: bool = False
+    unanswered: bool = False
 
 
 def _token_span(encoding: Any, start: int, end: int, length: int) -> Span:
@@ -444,29 +468,6 @@ def _refuse_empty(messages: Sequence[Message], trained: Sequence[int]) -> None:
         if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
             detail = f"{name_message(messages, index)} is empty; give it text, or leave it out"
             raise RowError("no trained token", detail)
-
-
-class _TooLong(BaseException):  # not an Exception, which code around the template might catch
-    pass
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends the block after `seconds` of CPU time; only in the main thread, as signals cannot interrupt others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        raise _TooLong
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
 
 
 def training_encoder(config: TrainConfig, tokenizer: Any | None = None) -> Encoder:

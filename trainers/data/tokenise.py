@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainers.config.objectives import SFT_FORMATS
+from trainers.config.objectives import ANSWER, SFT_FORMATS
 from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, wanted_columns
 from trainers.data.preferences import example
@@ -21,6 +21,7 @@ from trainers.data.sources import read, unread_columns
 from trainers.data.template import Encoded, Encoder
 
 # What a cache folder holds: one value per token, or one per document; of `numbers`, one per numeric column of each.
+# `columns` are the bytes of JSON objects, one for each document, of `column_bytes` bytes.
 TOKEN_ARRAYS: dict[str, npt.DTypeLike] = {"input_ids": np.int32, "mask": np.bool_}
 DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
     "lengths": np.int64,
@@ -29,8 +30,9 @@ DOCUMENT_ARRAYS: dict[str, npt.DTypeLike] = {
     "lines": np.int64,
     "desirable": np.bool_,
     "numbers": np.float32,
+    "column_bytes": np.int64,
 }
-ARRAYS = {**TOKEN_ARRAYS, **DOCUMENT_ARRAYS}
+ARRAYS = {**TOKEN_ARRAYS, **DOCUMENT_ARRAYS, "columns": np.uint8}
 _BATCH = 256  # rows given to the tokenizer at once
 _BATCH_CHARACTERS = 1 << 20
 
@@ -80,6 +82,7 @@ class Options:
         formats: Row formats that the objective takes.
         parts: Names of the documents of an example.
         numeric: Numeric columns that the objective reads, and whether a row may lack each.
+        rewards: Columns that rewards read, and whether a row may lack each; None if the objective does not sample.
     """
 
     sample_by: str
@@ -91,6 +94,17 @@ class Options:
     formats: tuple[str, ...] = SFT_FORMATS
     parts: tuple[str, ...] = ("",)
     numeric: dict[str, bool] = field(default_factory=dict)
+    rewards: dict[str, bool] | None = None
+
+    @property
+    def wanted(self) -> list[str]:
+        """Every column that is used or refused."""
+        return wanted_columns(self.columns, (*self.numeric, *extra_columns(self.rewards)))
+
+
+def extra_columns(rewards: Mapping[str, bool] | None) -> tuple[str, ...]:
+    """The roles that an objective that samples has beside those of row formats; none without rewards."""
+    return () if rewards is None else tuple(dict.fromkeys((ANSWER, *rewards)))
 
 
 @dataclass(frozen=True)
@@ -150,7 +164,7 @@ def run_task(
     with ExitStack() as stack:
         streams = {name: stack.enter_context(path.open("wb")) for name, path in task.paths().items()}
         for shard, number, format_name in task.shards:
-            for name in unread_columns(shard.file, wanted_columns(options.columns, options.numeric)):
+            for name in unread_columns(shard.file, options.wanted):
                 report.add_unused(name, int(options.selection.choose(shard.first_row, shard.rows).sum()))
             for name in shard.siblings:
                 report.add_unused(f"{name} (beside the list of rows)")
@@ -173,7 +187,7 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
     batch: list[_Row] = []
     size = 0
     chosen = options.selection.choose(shard.first_row, shard.rows).tolist()
-    items = read(shard, options.sample_by, wanted_columns(options.columns, options.numeric))
+    items = read(shard, options.sample_by, options.wanted)
     read_rows = 0
     for (line, item), wanted in zip(items, chosen, strict=False):
         read_rows += 1
@@ -193,13 +207,15 @@ def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[l
 def example_of(row: dict[str, Any], format_name: str, options: Options) -> tuple[Document, ...] | BadRow:
     """The documents of a row, or what is wrong with it."""
     try:
-        return example(row, format_name, options.columns, options.chat, options.formats, options.numeric)
+        return example(
+            row, format_name, options.columns, options.chat, options.formats, options.numeric, options.rewards
+        )
     except RowError as error:
         return error.bad
 
 
-_Piece = tuple[int, list[Encoded], bool, tuple[float | None, ...]]
-"""The line of a row, the documents of one example of it, whether it is desirable, and its numeric columns."""
+_Piece = tuple[int, list[Encoded], Document]
+"""The line of a row, the documents of one example of it, and the first of them as read: its label and columns."""
 
 
 def encode_rows(
@@ -227,10 +243,7 @@ def encode_rows(
         parts = len(options.parts)
         for documents in fit(usable, options.max_length, options.overlong, report):
             examples = range(0, len(documents), parts)  # two of a pair whose answers are labelled one by one
-            pieces += [
-                (line, documents[start : start + parts], item[start].desirable, item[start].numbers)
-                for start in examples
-            ]
+            pieces += [(line, documents[start : start + parts], item[start]) for start in examples]
     report.documents += sum(len(piece) for _, piece, *_ in pieces)
     return pieces
 
@@ -258,7 +271,7 @@ def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report
         report.split_rows += 1
     else:
         pieces = [] if overlong == "drop" else [[_piece(document, 0, max_length) for document in documents]]
-    trainable = [piece for piece in pieces if all(document.mask.any() for document in piece) and _differ(piece)]
+    trainable = [piece for piece in pieces if all(map(_is_usable, piece)) and _differ(piece)]
     tokens = sum(len(document.input_ids) for piece in trainable for document in piece)
     report.truncated += overlong == "truncate" and over and bool(trainable)
     report.dropped += not trainable
@@ -266,6 +279,11 @@ def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report
     report.trained_tokens += sum(int(document.mask.sum()) for piece in trainable for document in piece)
     report.cut_tokens += sum(len(document.input_ids) for document in documents) - tokens
     return trainable
+
+
+def _is_usable(document: Encoded) -> bool:
+    """Whether a document has a trained token, or is to be answered."""
+    return document.unanswered or bool(document.mask.any())
 
 
 def _differ(documents: list[Encoded]) -> bool:
@@ -276,7 +294,7 @@ def _differ(documents: list[Encoded]) -> bool:
 def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
     mask = encoded.mask[start:end].copy()
     mask[:1] = False  # nothing predicts the first token of a piece
-    return Encoded(encoded.input_ids[start:end], mask)
+    return Encoded(encoded.input_ids[start:end], mask, unanswered=encoded.unanswered)
 
 
 def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
@@ -284,8 +302,9 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
         return {}
     documents = [document for _, piece, *_ in pieces for document in piece]
     lines = [line for line, piece, *_ in pieces for _ in piece]
-    desirable = [desirable for _, piece, desirable, _ in pieces for _ in piece]
-    numbers = [[np.nan if number is None else number for number in row] for _, piece, _, row in pieces for _ in piece]
+    read = [document for _, piece, document in pieces for _ in piece]
+    numbers = [[np.nan if number is None else number for number in document.numbers] for document in read]
+    columns = [document.columns.encode() for document in read]
     return {
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
@@ -293,6 +312,8 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
         "trained": np.array([piece.mask.sum() for piece in documents], dtype=np.int64),
         "files": np.full(len(documents), number, dtype=np.int32),
         "lines": np.array(lines, dtype=np.int64),
-        "desirable": np.array(desirable, dtype=np.bool_),
+        "desirable": np.array([document.desirable for document in read], dtype=np.bool_),
         "numbers": np.array(numbers, dtype=np.float32),
+        "column_bytes": np.array(list(map(len, columns)), dtype=np.int64),
+        "columns": np.frombuffer(b"".join(columns), dtype=np.uint8),
     }

@@ -9,7 +9,7 @@ from typing import Any
 from trainers.config.strict_json import no_constant, unique_keys
 
 Reward = Callable[..., Sequence[float]]
-"""Called with the lists `prompts`, `completions` and `answer` by name, as far as it has such parameters."""
+"""Called with `prompts`, `completions` and columns of the data by name, as far as it has such parameters."""
 
 
 def exact_match(completions: Sequence[str], answer: Sequence[str]) -> list[float]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,21 @@ class RewardProcess:
         self._errors: Any = None
 
     def compute(
-        self, prompts: Sequence[str], answers: Sequence[str], expected: Sequence[str]
+        self, prompts: Sequence[str], answers: Sequence[str], columns: Mapping[str, Sequence[Any]]
     ) -> dict[str, list[float]]:
         """The rewards of each function.
 
         Args:
             prompts: the text that each answer follows.
             answers: the answers.
-            expected: the answer of the data to each prompt.
+            columns: columns of the data that the functions read, such as `answer`: for each answer the JSON value of
+                its row.
 
         Raises:
             TrainingError: if a function fails, gives no numbers, takes too long or too much memory.
         """
         process = self._process = self._process or self._start()
-        request = {"prompts": list(prompts), "completions": list(answers), "answer": list(expected)}
+        request = {"prompts": list(prompts), "completions": list(answers), **columns}
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died: there is no answer, which is reported below
             process.stdin.write(json.dumps(request).encode() + b"\n")

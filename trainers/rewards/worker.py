@@ -14,17 +14,18 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainers.config.objective_file import split_objective
+from trainers.config.reward_file import reward_parameters
 from trainers.rewards.functions import FUNCTIONS, Reward, json_schema
 from trainers.run.process_limits import expect_death
 
 
-def load(name: str, schema: str) -> Reward:
-    """The function of a reward; runs its file if it is one of the user's.
+def load(name: str, schema: str) -> tuple[Reward, Collection[str]]:
+    """The function of a reward and the names of its parameters; runs its file if it is one of the user's.
 
     Args:
         name: the reward.
@@ -35,7 +36,9 @@ def load(name: str, schema: str) -> Reward:
     """
     parts = split_objective(name)
     if parts is None:
-        return json_schema(json.loads(Path(schema).read_bytes())) if name == "json_schema" else FUNCTIONS[name]
+        shipped = json_schema(json.loads(Path(schema).read_bytes())) if name == "json_schema" else FUNCTIONS[name]
+        return shipped, inspect.signature(shipped).parameters.keys()
+    parameters = reward_parameters(name)
     spec = importlib.util.spec_from_file_location("tunesmith_reward", parts[0])
     assert spec is not None
     assert spec.loader is not None
@@ -44,23 +47,21 @@ def load(name: str, schema: str) -> Reward:
     function = getattr(module, parts[1], None)
     if not callable(function):
         raise ValueError(f"it has no function {parts[1]}")
-    return function
+    return function, parameters.keys()
 
 
-def computed(function: Reward, request: Mapping[str, Sequence[str]]) -> list[float]:
+def computed(function: Reward, parameters: Collection[str], request: Mapping[str, Sequence[Any]]) -> list[float]:
     """The rewards of a request.
 
     Args:
         function: the reward.
-        request: `prompts`, `completions` and `answer`, equally long.
+        parameters: names of what it gets, as far as the request has it.
+        request: `prompts`, `completions` and columns of the data, equally long.
 
     Raises:
         ValueError: if it gives anything but a finite number for each answer.
     """
-    parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    values = list(function(**{name: texts for name, texts in request.items() if takes_all or name in names}))
+    values = list(function(**{name: values for name, values in request.items() if name in parameters}))
     count = len(request["completions"])
     if len(values) != count:
         raise ValueError(f"it gave {len(values)} rewards for {count} answers")
@@ -89,14 +90,14 @@ def main(memory_gib: float, schema: str, names: Sequence[str]) -> None:
 
         limit = int(memory_gib * 2**30)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    functions = dict[str, Reward]()
+    functions = dict[str, tuple[Reward, Collection[str]]]()
     for line in requests:
         answer, name = dict[str, Any](), ""
         try:
             request = json.loads(line)
             for name in names:
                 functions[name] = functions.get(name) or load(name, schema)
-                answer[name] = computed(functions[name], request)
+                answer[name] = computed(*functions[name], request)
         except BaseException as error:  # whatever a function does, such as sys.exit
             answer = {"failed": name, "error": f"{type(error).__name__}: {error}"[:1000]}
         answers.write(json.dumps(answer) + "\n")

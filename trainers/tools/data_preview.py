@@ -22,7 +22,6 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import Rows, TrainPlan
 from trainers.data.files import DataFile, resolve
-from trainers.data.formats import wanted_columns
 from trainers.data.prepare import (
     TokenSet,
     formats_of,
@@ -35,6 +34,7 @@ from trainers.data.prepare import (
 )
 from trainers.data.progress import listeners
 from trainers.data.report import Report
+from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
 from trainers.data.template import training_encoder
@@ -125,7 +125,7 @@ class Preview:
             if index >= len(self._shards):
                 return
             shard = self._shards[index]
-            items = read(shard, self.config.sample_by, wanted_columns(self.config.columns, self.options.numeric))
+            items = read(shard, self.config.sample_by, self.options.wanted)
             start = number - shard.first_row
             for line, item in islice(items, start, start + offset + count - number):
                 yield shard, number, line, item
@@ -150,6 +150,8 @@ class Preview:
             "tokens": report.longest,
             "kept_tokens": report.tokens,
             "trained_tokens": report.trained_tokens,
+            "unanswered": bool(pieces) and pieces[0][2].unanswered,
+            "for_rewards": _cut(pieces[0][2].columns) if pieces else "",
             "documents": documents,
         }
 
@@ -250,6 +252,7 @@ class Preview:
         slots = len(rows) * self.config.row_tokens
         mistakes = _mistakes(lambda: refuse_bad(report, self.config))
         mistakes += _mistakes(lambda: refuse_missing_numbers(self.config, data))
+        mistakes += _mistakes(lambda: refuse_missing_columns(self.config, data))
         steps: dict[str, int | None] = {"steps_per_epoch": None, "total_steps": None}
         try:
             plan = TrainPlan(rows, self.config, 1)
@@ -315,7 +318,10 @@ def _status(report: Report) -> str:
 
 def _raw(row: dict[str, Any]) -> str:
     text = json.dumps(row, ensure_ascii=False, default=str)
-    text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be displayed
+    return _cut(text.encode("utf-8", "replace").decode("utf-8"))  # a lone surrogate cannot be displayed
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= RAW_CHARACTERS else text[:RAW_CHARACTERS] + "…"
 
 

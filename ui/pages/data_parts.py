@@ -57,13 +57,16 @@ def _row(row: dict[str, Any]) -> Html:
         facts.append(element("span", status, class_=f"ts-fate ts-fate-{row['status']}"))
     if row["tokens"]:
         kept_tokens = "" if row["status"] in ("whole", "bad") else f"{row['kept_tokens']:,} kept of "
-        facts.append(element("span", f"{kept_tokens}{row['tokens']:,} tokens, {row['trained_tokens']:,} trained"))
+        trained = "a prompt that the model answers" if row["unanswered"] else f"{row['trained_tokens']:,} trained"
+        facts.append(element("span", f"{kept_tokens}{row['tokens']:,} tokens, {trained}"))
     if use := _USES[row["use"]]:
         facts.append(element("span", use))
     body = [element("header", join(facts))]
     if row["mistake"]:
         body.append(alert_list([": ".join(row["mistake"])], "warning"))
     body += [_document(document) for document in row["documents"]]
+    if row["for_rewards"]:
+        body.append(note(join(["Rewards get ", element("code", row["for_rewards"])])))
     if row["raw"]:
         summary = element("summary", "The row as it is in the data")
         body.append(element("details", join([summary, element("pre", row["raw"])])))

@@ -69,7 +69,8 @@ def objective_needs(objective: str) -> Html:
     forms = [" and ".join((*answer.get(name, ()), *FORMAT_COLUMNS[name])) for name in spec.formats]
     columns = [element("code", form) for form in forms]
     separated = [part for column in columns for part in (", or ", column)][1:]
-    return note(join([f"{spec.summary} The data needs the columns ", *separated, "."]))
+    answers = ["; ", element("code", "answer"), " beside a prompt is what rewards compare with"] if spec.samples else []
+    return note(join([f"{spec.summary} The data needs the columns ", *separated, *answers, "."]))
 
 
 def _update(option: OptionField, spec: ObjectiveSpec) -> Any:

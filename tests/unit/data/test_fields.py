@@ -72,7 +72,7 @@ USED_IN_MESSAGES = {
 
 def _document_or_reason(row, format_name):
     try:
-        return example(row, format_name, {}, True, (format_name,))[0]
+        return example(row, format_name, {}, True, (format_name,), rewards={} if format_name == "prompt" else None)[0]
     except RowError as error:
         return error.bad.detail
 
@@ -100,6 +100,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
         "text": {"text": [part]},
         "preference": {"prompt": [first], "chosen": [last], "rejected": [{**last, keys[1]: "c"}]},
         "labelled": {"messages": [first, last], "label": True},
+        "prompt": {"prompt": [first, last, first]},
     }[format_name]
     row = {**row_keys, **contents}
     document = _document_or_reason(row, format_name)
@@ -114,7 +115,7 @@ def test_every_field_is_used_refused_or_listed(format_name, row_keys, message_ke
     if document.messages:
         listed = {*document.unused, *document.optional}
         path = {"chat": "messages", "sharegpt": "conversations", "prompt_completion": "completion",
-                "preference": "chosen", "labelled": "messages"}.get(format_name)  # fmt: skip
+                "preference": "chosen", "labelled": "messages", "prompt": "prompt"}.get(format_name)  # fmt: skip
         if path:
             others = set(message_keys) - USED_IN_MESSAGES - set(keys)
             assert others <= {name.removeprefix(f"{path}[].") for name in listed}

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.reward_file import reward_mistakes
+from trainers.config.objectives import REWARDS
+from trainers.config.reward_file import reward_columns, reward_mistakes
 from trainers.config.validation import build, ignored_choices
 from trainers.rewards.functions import exact_match, math_verify
 from trainers.rewards.process import RewardProcess
+from trainers.rewards.worker import load
 from trainers.run.compatibility import recorded_versions
 from trainers.run.errors import TrainingError
 
@@ -28,7 +30,7 @@ def write(folder: Path, body: str) -> str:
 def rewards(name: str, timeout: float = 60, answers: tuple[str, ...] = ("yes", "no")) -> list[float]:
     process = RewardProcess([name], timeout)
     try:
-        return process.compute(["Is it?"] * len(answers), answers, ["yes"] * len(answers))[name]
+        return process.compute(["Is it?"] * len(answers), answers, {"answer": ["yes"] * len(answers)})[name]
     finally:
         process.close()
 
@@ -45,15 +47,92 @@ def test_equal_expressions_match() -> None:
 def test_a_function_gets_what_it_names(tmp_path: Path) -> None:
     name = write(tmp_path, "def f(completions, answer):\n    return [a == b for a, b in zip(completions, answer)]\n")
     assert rewards(name) == [1.0, 0.0]
-    name = write(tmp_path, "def f(**all):\n    return [len(all)] * len(all['prompts'])\n")
-    assert rewards(name) == [3.0, 3.0]
+    name = write(tmp_path, "def f(prompts, *rest, **others):\n    return [len(prompts)] * 2\n")
+    assert rewards(name) == [2.0, 2.0]
+
+
+EXACT = [0, -1.5, 1e-308, 2**64 + 1, 10**400, True, None, "", "\u2028é🎉", [], {}, [[{"a": [None, {"b": []}]}]], 1.0]
+COLUMNS = """import json
+def f(completions, answer, *, tests, level=7, **others):
+    json.dump([answer, tests, level], open({!r}, "w"))
+    return [0.0] * len(completions)
+"""
+
+
+def test_columns_reach_a_function_exactly_as_they_are(tmp_path: Path) -> None:
+    out = tmp_path / "got.json"
+    name = write(tmp_path, COLUMNS.format(str(out)))
+    count = len(EXACT)
+    for columns, level in (({"level": EXACT, "more": EXACT}, EXACT), ({}, 7)):
+        process = RewardProcess([name], 60)
+        request = {"answer": ["yes"] * count, "tests": EXACT, **columns}
+        assert process.compute([""] * count, [""] * count, request) == {name: [0.0] * count}
+        process.close()
+        got = json.loads(out.read_text())
+        assert repr(got) == repr([["yes"] * count, EXACT, level])
+
+
+def test_columns_follow_from_the_parameters_of_all_rewards(tmp_path: Path) -> None:
+    assert reward_columns(["exact_match", "math_verify"]) == {"answer": False}
+    assert reward_columns(["json_schema"]) == {}
+    head = "def f(completions, prompts, solution, weight=1.0, *, tests, answer=None, **others):"
+    name = write(tmp_path, f"{head}\n    return [0.0]\n")
+    wanted = {"solution": False, "weight": True, "tests": False, "answer": True}
+    assert reward_columns([name]) == wanted
+    assert reward_columns([name, "exact_match"]) == reward_columns(["exact_match", name]) == {**wanted, "answer": False}
+
+
+def test_what_ships_reads_the_columns_that_its_parameters_name(tmp_path: Path) -> None:
+    for name in REWARDS:
+        function, parameters = load(name, schema_file(tmp_path, PET))
+        assert callable(function)
+        assert {*parameters} - {"prompts", "completions"} == {*reward_columns([name])}
+
+
+@pytest.mark.parametrize(
+    ("head", "sentence"),
+    [
+        ("f(completions, /)", "has parameters before /, and it is called with names; remove the /"),
+        ("f(completions, messages)", "has the parameter 'messages', a column that row formats have; rename both"),
+        ("f(completions, images)", "has the parameter 'images', a column"),
+        ("f(completions, **others)", "uses **others, which gets nothing; name each column as a parameter"),
+        ("f(completions, others)", ""),
+    ],
+)
+def test_parameters_that_cannot_be_filled_are_refused(head: str, sentence: str, tmp_path: Path) -> None:
+    name = write(tmp_path, f"def {head}:\n    return [others for _ in completions]\n")
+    if not sentence:
+        build({**GRPO, "reward_funcs": name})
+        return
+    with pytest.raises(ConfigError) as caught:
+        build({**GRPO, "reward_funcs": name})
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"columns": "difficulty=level"}, ""),
+        ({"columns": "answer=solution"}, ""),
+        ({"columns": "difficulti=level"}, "did you mean columns.difficulty"),
+        ({"columns": "answer=solution", "objective": "sft"}, "with objective=sft, which does not read it"),
+    ],
+)
+def test_columns_of_rewards_can_be_mapped(changes: dict[str, str], sentence: str, tmp_path: Path) -> None:
+    name = write(tmp_path, "def f(completions, difficulty):\n    return difficulty\n")
+    if not sentence:
+        build({**GRPO, "reward_funcs": name, **changes})
+        return
+    with pytest.raises(ConfigError) as caught:
+        build({**GRPO, "reward_funcs": name, **changes})
+    assert sentence in str(caught.value)
 
 
 def test_a_process_answers_again_and_keeps_its_modules(tmp_path: Path) -> None:
     name = write(tmp_path, "calls = []\ndef f(completions):\n    calls.append(1)\n    return [len(calls)] * 2\n")
     process = RewardProcess([name, "exact_match"], 60)
     for count in (1.0, 2.0):
-        got = process.compute(["a", "b"], ["yes", "no"], ["yes", "yes"])
+        got = process.compute(["a", "b"], ["yes", "no"], {"answer": ["yes", "yes"]})
         assert got == {name: [count, count], "exact_match": [1.0, 0.0]}
     process.close()
 
@@ -178,7 +257,7 @@ def test_an_answer_fits_a_schema_or_does_not(tmp_path: Path) -> None:
         '{"name": NaN}': 0.0, "[" * 10**5: 0.0, "null": 0.0,
     }  # fmt: skip
     process = RewardProcess(["json_schema"], 60, schema_file(tmp_path, PET))
-    rewards = process.compute([""] * len(answers), list(answers), [""] * len(answers))["json_schema"]
+    rewards = process.compute([""] * len(answers), list(answers), {})["json_schema"]
     process.close()
     assert dict(zip(answers, rewards, strict=True)) == answers
 
@@ -226,7 +305,7 @@ def test_a_schema_that_cannot_be_used_is_refused(schema: object, sentence: str, 
 def test_schemas_of_all_drafts_refer_to_their_parts(schema: object, tmp_path: Path) -> None:
     config = build({**GRPO, "reward_funcs": "json_schema", "reward_schema": schema_file(tmp_path, schema)})
     process = RewardProcess(["json_schema"], 60, config.reward_schema)
-    rewards = process.compute([""] * 2, ['{"age": 3, "pups": [{}]}', '{"age": "three"}'], [""] * 2)["json_schema"]
+    rewards = process.compute([""] * 2, ['{"age": 3, "pups": [{}]}', '{"age": "three"}'], {})["json_schema"]
     process.close()
     assert rewards == [1.0, 0.0]
 
@@ -235,7 +314,7 @@ def test_numbers_too_large_to_divide_fit_no_schema(tmp_path: Path) -> None:
     """jsonschema raises OverflowError for them; a sampled answer must not end the run."""
     answers = ["9" * 400, "1e999", "0.25"]
     process = RewardProcess(["json_schema"], 60, schema_file(tmp_path, {"type": "number", "multipleOf": 0.01}))
-    assert process.compute([""] * 3, answers, [""] * 3)["json_schema"] == [0.0, 0.0, 1.0]
+    assert process.compute([""] * 3, answers, {})["json_schema"] == [0.0, 0.0, 1.0]
     process.close()
 
 

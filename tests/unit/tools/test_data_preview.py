@@ -36,6 +36,7 @@ from trainers.data.prepare import prepare
 from trainers.tools import data_preview
 from trainers.tools.data_preview import BINS, Preview, histogram
 from trainers.tools.preflight import make_rows
+from ui.pages.data_parts import rows_panel
 
 WORDS = ["red", "boat", "town", "rain", "<b>bold</b>", "Größe", "日本", "🎉", "${x}", "{{y}}"]
 
@@ -287,6 +288,7 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     assert known_rows(config) == job.statistics["training_rows"] > 0
     assert known_rows(config.model_copy(update={"learning_rate": 0.5})) == known_rows(config)
     assert known_rows(config.model_copy(update={"max_length": config.max_length // 2})) is None, "control"
+    assert known_rows(config.model_copy(update={"objective": "kto"})) is None, "it reads other columns"
     typed = {name: value for name, value in config.model_dump(exclude_defaults=True).items() if name != "preset"}
     shown = form_preview(typed, num_processes=1)
     assert "Data: unused fields: `likes`, 1 row." in shown.warnings
@@ -331,6 +333,39 @@ def test_the_verb_reports(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
     refused = capfd.readouterr().err
     assert "rows='many'" in refused
     assert "max_length='1'" in refused
+
+
+PROMPTS = [
+    {"prompt": [{"role": "user", "content": "1+1?"}], "solution": 2, "level": 3},
+    {"prompt": [{"role": "user", "content": "1+2?"}], "completion": [{"role": "assistant", "content": "3"}]},
+    {"prompt": [{"role": "user", "content": "1+3?"}], "level": None},
+]
+
+
+def test_prompts_are_shown_with_what_rewards_get_and_what_they_lack(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "prompts.jsonl", PROMPTS)
+    words = ["data", "tiny-lora", "--objective", "grpo", "--dataset_name", str(data), "--cache_dir", str(tmp_path)]
+    words += ["--columns", "answer=solution", "--max_length", "300", "--global_batch_size", "1"]
+    words += ["--per_device_train_batch_size", "1"]
+    assert run_verb([*words, "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    first, answered, lacking = document["shown"]
+    assert (first["unanswered"], json.loads(first["for_rewards"])) == (True, {"answer": "2"})
+    assert not any(segment["trained"] for segment in first["documents"][0]["segments"])
+    assert first["documents"][0]["segments"][-1]["text"].endswith("Assistant:\n")
+    assert (answered["unanswered"], answered["for_rewards"]) == (False, "")
+    assert lacking["mistake"][0] == "no answer"
+    assert document["unused"] == {"level": 1}
+    assert any("prompts.jsonl:3: no answer: rewards compare" in mistake for mistake in document["mistakes"])
+    assert run_verb(words) == 0
+    printed = capfd.readouterr()
+    assert "a prompt that the model answers" in printed.out
+    assert 'rewards get {"answer": "2"}' in printed.out
+    page = str(rows_panel({"rows": document["shown"], "offset": 0, "total": 3}))
+    assert page.count("a prompt that the model answers") == 1
+    assert page.count("Rewards get") == 1
 
 
 def test_a_strangers_request_is_checked(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def test_only_the_options_of_the_objective_are_shown(objective: str, part: Objec
     shown = [name for name, update in zip(OWN_OPTIONS, options, strict=True) if update["visible"]]
     assert sorted(shown) == sorted(OBJECTIVES[objective].options)
     assert OBJECTIVES[objective].summary in str(needs)
+    assert ("beside a prompt is what rewards compare with" in str(needs)) is OBJECTIVES[objective].samples
 
 
 @pytest.mark.parametrize("value", [None, 3, [], {"a": 1}, "no/such.py:Name"])

@@ -1,0 +1,173 @@
+"""Rows of an objective that samples: a prompt, the answer that rewards compare with, and the columns that they read.
+
+A row may have an answer of its own (a completion, a last message of the assistant), which is not part of the prompt.
+Otherwise it ends with the prompt, and the answer may stand in the column `answer`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from trainers.config.objectives import ANSWER, PROMPT
+from trainers.data.formats import (
+    OF_CHATS,
+    SHAREGPT_ROLES,
+    Document,
+    chat_messages,
+    conversation,
+    from_alpaca,
+    from_prompt_completion,
+    optional_text,
+    refuse_too_large,
+    values_by_role,
+)
+from trainers.data.messages import (
+    Fields,
+    Message,
+    RowError,
+    is_conversation,
+    near,
+    parse_messages,
+    parsed_messages,
+    text_of,
+)
+
+MOST_LEVELS = 100
+"""Levels of lists and objects in a column that a reward reads."""
+_EMPTY: tuple[Any, ...] = (None, "", [])
+_STAND_IN: Message = {"role": "assistant", "content": "Answer"}
+"""The answer before which a prompt ends: the template writes what it writes before any answer."""
+_CHATS = {"chat": "messages", "sharegpt": "conversations"}
+
+
+def prompt_document(
+    row: Mapping[str, Any], format_name: str | None, columns: Mapping[str, str], chat: bool, rewards: Mapping[str, bool]
+) -> Document:
+    """Converts a row to a document with an answer, or one that ends with its prompt.
+
+    Args:
+        row: Columns and values.
+        format_name: A format of the objective; None if the columns of the row match none.
+        columns: `config.columns`.
+        chat: Whether there is a chat template.
+        rewards: Columns that rewards read, and whether a row may lack each.
+
+    Raises:
+        RowError: if the row does not fit the format, or lacks what a reward needs.
+    """
+    name = PROMPT if format_name == "prompt_completion" else format_name  # a completion is not needed
+    values, fields = values_by_role(row, name, columns, (ANSWER, *rewards))
+    values[ANSWER] = _answer(values[ANSWER], columns.get(ANSWER, ANSWER)) if ANSWER in rewards else values[ANSWER]
+    document = _document(str(name), values, chat, fields)
+    read = _read(row, columns, values, rewards)
+    column = columns.get(ANSWER, ANSWER)
+    if ANSWER in rewards and document.unanswered:
+        if values[ANSWER] is not None:
+            read = {ANSWER: values[ANSWER], **read}
+        elif not rewards[ANSWER]:
+            remedy = f"give it a column {column!r}, or a completion"
+            raise RowError("no answer", f"rewards compare with an answer, and the row has none; {remedy}")
+    elif values[ANSWER] is not None and ANSWER in rewards and ANSWER in columns:
+        problem = f"its completion is the answer that rewards compare with, and columns names {column!r} too"
+        raise RowError("two answers", f"{problem}; leave one of them out")
+    elif column not in {columns.get(role, role) for role in rewards if role != ANSWER}:
+        fields.add_unused({column: row.get(column)})
+    text = json.dumps(read, ensure_ascii=False) if read else ""
+    document = replace(document, columns=text, unused=tuple(fields.unused))
+    refuse_too_large([document])
+    return document
+
+
+def _answer(value: Any, column: str) -> str | None:
+    """The text of an answer, of a number as JSON writes it; None if it is null or blank."""
+    if isinstance(value, str):
+        return text_of(value, column) if value.strip() else None
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return None if value is None else json.dumps(json_value(value, column))
+    raise RowError("wrong type", f"{column} is {type(value).__name__}; the answer is a text or a number")
+
+
+def _document(name: str, values: dict[str, Any], chat: bool, fields: Fields) -> Document:
+    """The document of a row, without its columns."""
+    if name == "alpaca":
+        return from_alpaca(values, chat, fields)
+    if name in _CHATS:
+        messages, trained = chat_messages(values, _CHATS[name], fields)
+        if messages[-1]["role"] == "assistant":
+            return conversation(messages, trained, values, fields)
+        return _unanswered(messages, trained, values, fields, 0, _CHATS[name])
+    if values["completion"] not in _EMPTY:
+        return from_prompt_completion(values, fields)
+    prompt = parsed_messages(values["prompt"])
+    if is_conversation(prompt):
+        listed = [prompt] if isinstance(prompt, dict) else prompt
+        messages, trained = parse_messages(listed, "prompt", ("from", "value"), SHAREGPT_ROLES, fields)
+        return _unanswered(messages, trained, values, fields, len(messages), "prompt")
+    fields.add_unused({role: values[role] for role in OF_CHATS if role != "system"})
+    system = optional_text(values["system"], "system")
+    text = (f"{system}\n\n" if system else "") + text_of(prompt, "prompt", fields)
+    if not text.strip():
+        raise RowError("no prompt", "prompt is empty")
+    return Document(prompt=text, unanswered=True)
+
+
+def _unanswered(
+    messages: list[Message], trained: list[bool], values: dict[str, Any], fields: Fields, untrained: int, column: str
+) -> Document:
+    """A conversation that the model is to answer: that of a row with an answer, which ends before it."""
+    role = messages[-1]["role"]
+    if role not in ("user", "tool"):
+        raise RowError("no prompt", f"{column} ends with a message of role {role!r}; a prompt ends with user or tool")
+    document = conversation([*messages, _STAND_IN], [*trained, True], values, fields, untrained)
+    return replace(document, unanswered=True)
+
+
+def _read(
+    row: Mapping[str, Any], columns: Mapping[str, str], values: Mapping[str, Any], rewards: Mapping[str, bool]
+) -> dict[str, Any]:
+    """The columns that rewards read besides the answer, by role."""
+    read: dict[str, Any] = {}
+    for role, optional in rewards.items():
+        column = columns.get(role, role)
+        if role == ANSWER or (optional and column not in row):
+            continue
+        if column not in row:
+            remedy = f"add it, or name another column with --columns {role}=COLUMN"
+            problem = f"{column!r} is missing, and a reward reads it{near(column, list(row))}"
+            raise RowError("missing key", f"{problem}; {remedy}")
+        read[role] = json_value(values[role], column)
+    return read
+
+
+def json_value(value: Any, location: str, level: int = 0) -> Any:
+    """The value, if JSON has it exactly.
+
+    Args:
+        value: A value as JSON, a table or a Parquet file gives it.
+        location: Where it stands, for messages.
+        level: Lists and objects around it.
+
+    Raises:
+        RowError: for a date, bytes, NaN and whatever else JSON lacks, and for more than `MOST_LEVELS` levels.
+    """
+    if level >= MOST_LEVELS and isinstance(value, list | dict):
+        raise RowError("nested too deeply", f"{location[:60]} has over {MOST_LEVELS} levels of lists and objects")
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            json_value(item, f"{location}[{index}]", level + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            json_value(text_of(key, f"a key of {location}"), location, level)
+            json_value(item, f"{location}.{key}", level + 1)
+    elif isinstance(value, str):
+        text_of(value, location)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RowError("no JSON", f"{location} is {value}, which JSON does not have; make it null or text")
+    elif value is not None and not isinstance(value, bool | int | float):
+        kind = type(value).__name__
+        raise RowError("no JSON", f"{location} is of type {kind}, which JSON does not have; make it text or a number")
+    return value
