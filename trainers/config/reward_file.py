@@ -11,7 +11,6 @@ import importlib.util
 import json
 from collections.abc import Iterable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
