@@ -21,6 +21,7 @@ import torch
 from trainers.data.batches import Rows
 from trainers.data.prepare import cache_dir
 from trainers.evaluation import reference_log_probs
+from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.run.compatibility import PLACES, versions
 from trainers.run.errors import TrainingError
 from trainers.run.folder import read_json, write_json
@@ -28,6 +29,7 @@ from trainers.run.from_run import adapter_of
 from trainers.run.teacher import files_digest
 from trainers.run.weight_headers import base_folder, cached_folder
 from trainers.step import TrainContext
+from trainers.strategy.strategy import Strategy
 
 _UNRELATED = frozenset({
     *PLACES, "preset", "cache_dir", "loraplus_lr_ratio", "run_name", "beta", "label_smoothing", "desirable_weight",
@@ -40,15 +42,21 @@ _UNRELATED = frozenset({
     "merge_adapter", "export_dtype",
 })  # fmt: skip
 """Options that cannot change a bit of the values. All others count, so a new option is safe until it is listed."""
-_KERNELS = ("ATEN_", "CUBLAS", "CUDNN", "DNNL_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "PYTORCH_")
+_KERNELS = (
+    "ATEN_", "CUBLAS", "CUDNN", "DISABLE_ADDMM", "DNNL_", "KMP_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_",
+    "PYTORCH_", "TORCH_", "TORCHINDUCTOR_",
+)  # fmt: skip
 """How the names of environment variables begin that choose kernels."""
+_OF_MODEL = ("config.json", "adapter_config.json", "*.safetensors", "*.py")
+"""Files of a model's folder on which its predictions depend, besides those of the tokenizer."""
 
 
-def set_reference(context: TrainContext, folder: Path | None) -> None:
+def set_reference(context: TrainContext, strategy: Strategy, folder: Path | None) -> None:
     """Sets the `reference` of training and evaluation rows, and hands it to the checkpoints. Collective.
 
     Args:
         context: the run; its model has the initial weights unless `folder` is given.
+        strategy: the run's strategy.
         folder: the checkpoint that the run resumes from; None for a new run.
 
     Raises:
@@ -66,15 +74,15 @@ def set_reference(context: TrainContext, folder: Path | None) -> None:
                 f"{folder} holds no log-probabilities of this data under the initial model, and its own model is "
                 f"trained: {option} must be what the run started with"
             )
-        values = saved[name] if folder else _computed(context, rows)
+        values = saved[name] if folder else _computed(context, strategy, rows)
         context.checkpoints.extra[name] = values
         rows.reference = values.numpy()
 
 
-def _computed(context: TrainContext, rows: Rows) -> torch.Tensor:
+def _computed(context: TrainContext, strategy: Strategy, rows: Rows) -> torch.Tensor:
     """`[documents]` from the cache folder, or computed and kept there. Collective."""
     began, config, main = time.perf_counter(), context.config, context.ranks.is_main
-    file = _cache_file(context, rows)
+    file = _cache_file(context, strategy, rows)
     count = len(rows.documents.lengths)
     known: torch.Tensor | None = context.ranks.broadcast(_read(file, count) if file else None)
     if known is not None:
@@ -93,7 +101,7 @@ def _computed(context: TrainContext, rows: Rows) -> torch.Tensor:
     return values
 
 
-def _cache_file(context: TrainContext, rows: Rows) -> Path | None:
+def _cache_file(context: TrainContext, strategy: Strategy, rows: Rows) -> Path | None:
     """Where the values are kept, under a digest of all that determines their bits; None but on rank 0. Collective.
 
     Runs that differ in the strategy, the size of a micro-batch or the machine agree up to rounding alone; each has
@@ -102,7 +110,9 @@ def _cache_file(context: TrainContext, rows: Rows) -> Path | None:
     config, ranks = context.config, context.ranks
     device = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ranks.device.type
     kernels = {name: value for name, value in os.environ.items() if name.startswith(_KERNELS)}
-    machines = ranks.gather([device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads(), kernels])
+    builds = [torch.__version__, torch.version.cuda, torch.backends.cudnn.version(), torch.__config__.show()]
+    processor = [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    machines = ranks.gather([*processor, *builds, kernels])
     if not ranks.is_main:
         return None
     base = base_folder(config)
@@ -110,11 +120,16 @@ def _cache_file(context: TrainContext, rows: Rows) -> Path | None:
     if folder is None:
         return None
     sources = [folder, *filter(None, [adapter_of(config)])]
+    context.heartbeat.at("reference", step=0, allowed=LONG_LIMIT)  # reads all weights once
+    try:
+        weights = [files_digest(sorted(path for name in _OF_MODEL for path in source.glob(name))) for source in sources]
+    except OSError:  # such as a cache folder of another user: it is only computed anew
+        return None
     ingredients: dict[str, Any] = {
         "options": {name: value for name, value in config.model_dump().items() if name not in _UNRELATED},
-        "weights": [files_digest(sorted(path for path in source.iterdir() if path.is_file())) for source in sources],
+        "weights": weights,
         "data": rows.documents.fingerprint,
-        "strategy": context.run.accelerate.read_text(encoding="utf-8"),
+        "strategy": [strategy.dump(), strategy.deepspeed_json],
         "versions": versions(),
         "machines": machines,
     }

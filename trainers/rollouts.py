@@ -27,7 +27,7 @@ from trainers.data.batches import Rows, TrainPlan
 from trainers.data.cache import TokenSet
 from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.prepare import load_tokenizer
-from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, prompts_digest
+from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, prompts_digest, refuse_other_columns
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.data.training_template import stop_token_ids
 from trainers.monitor.heartbeat import LONG_LIMIT
@@ -92,6 +92,7 @@ class Sampler:
         self.backend, self.mesh, self.ranks, self.folder = backend, mesh, ranks, run.rollouts
         assert isinstance(plan.rows.documents, TokenSet)
         self.documents: TokenSet = plan.rows.documents
+        refuse_other_columns(config, self.documents, evaluation)
         self.tokenizer = load_tokenizer(config)
         ends = stop_tokens(self.tokenizer, base.generation_config or GenerationConfig())
         self.stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
@@ -162,7 +163,13 @@ class Sampler:
             return False
         numbers, prompts = self._prompts(step)
         digest = prompts_digest([prompt.tokens for prompt in prompts])
-        if (misfit := recorded.misfit(self.config, numbers.tolist(), digest, self.vocabulary)) is None:
+        misfit = recorded.misfit(self.config, numbers.tolist(), digest, self.vocabulary)
+        if misfit is None and (
+            recorded.columns != _read_columns(numbers, prompts)
+            or [texts[2] for texts in recorded.texts] != [self._answer_of(prompt) for prompt in prompts]
+        ):
+            misfit = "its rewards were computed from other columns or answers"
+        if misfit is None:
             return True
         if self.ranks.is_main:
             print(f"warning: step {step + 1} is sampled anew: of what the checkpoint holds of it, {misfit}", flush=True)
@@ -173,8 +180,10 @@ class Sampler:
 
     def _prompts(self, step: int) -> tuple[np.ndarray, list[Prompt]]:
         """For each answer of a step: the number of the document that it answers, and its prompt."""
-        numbers = self.plan.rows.members_of(self.plan.rows_of(step)).repeat(self.config.num_generations)
-        return numbers, [prompt_of(self.documents, int(number)) for number in numbers]
+        members = self.plan.rows.members_of(self.plan.rows_of(step))
+        prompts = [prompt_of(self.documents, int(number)) for number in members]
+        count = self.config.num_generations
+        return members.repeat(count), [prompt for prompt in prompts for _ in range(count)]
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -268,7 +277,7 @@ class Sampler:
         if self.ranks.is_main:
             decode = self.tokenizer.decode
             texts = [[decode(prompt.tokens), decode(tokens, skip_special_tokens=True),
-                      prompt.columns.get(ANSWER) or decode(prompt.answer, skip_special_tokens=True)]
+                      self._answer_of(prompt)]
                      for prompt, tokens in zip(prompts, answers.tokens, strict=True)]  # fmt: skip
             of_texts = [[text[part] for text in texts] for part in range(3)]
             has = [column for column in self.columns if prompts[0].has(column)]  # all prompts do, or none
@@ -291,6 +300,10 @@ class Sampler:
             raise TrainingError(problem)
         recorded: RecordedStep = step_or_none
         return recorded
+
+    def _answer_of(self, prompt: Prompt) -> str:
+        """The answer in the data, as text; empty without."""
+        return str(prompt.columns.get(ANSWER) or self.tokenizer.decode(prompt.answer, skip_special_tokens=True))
 
     def _rows(self, recorded: RecordedStep) -> Rows:
         """The answers of a step, packed."""

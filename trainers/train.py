@@ -297,7 +297,7 @@ def train(
     )  # fmt: skip
     with contextlib.closing(context.heartbeat):
         if config.objective_spec.reference:
-            set_reference(context, folder)
+            set_reference(context, strategy, folder)
         if config.objective_spec.samples:
             context.sampler = build_sampler(context, eval_data, loss.base, folder)
         outcome = TrainLoop(context, progress, folder).run()

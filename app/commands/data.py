@@ -165,7 +165,12 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         *_held_out(statistics["held_out"], statistics["eval_left_out"]),
         ("documents", f"{statistics['documents']:,}"),
         ("tokens", f"{tokens:,}, longest row {statistics['longest']:,}"),
-        ("trained", f"{statistics['trained_tokens']:,} tokens, {statistics['trained_share']:.1%}"),
+        (
+            "trained",
+            f"{statistics['trained_tokens']:,} tokens, {statistics['trained_share']:.1%}"
+            if statistics["trained_tokens"]
+            else "what the model answers",
+        ),
         ("truncated", f"{statistics['truncated']:,} rows, {statistics['truncated_share']:.1%}"),
         ("split", f"{statistics['split_rows']:,} rows"),
         ("dropped", f"{statistics['dropped']:,} rows, {statistics['dropped_share']:.1%}"),

@@ -128,7 +128,8 @@ def _hopeless(number: int, allowed: int, begun_at: int, reached: int, crashed_at
 def smaller_batch(run: RunFolder) -> str | None:
     """Reduces the micro-batch in the config of a run that ran out of memory, to half or the next size that divides.
 
-    The global batch, and so the result, stays the same: gradient accumulation makes up for the difference.
+    The global batch, and so the result, stays the same: gradient accumulation makes up for the difference. Answers that
+    are sampled in smaller batches differ where a rounding flips a token.
 
     Returns:
         A line for the user; None if the run did not run out of memory or the micro-batch cannot be reduced.
@@ -149,8 +150,12 @@ def smaller_batch(run: RunFolder) -> str | None:
     config = config.model_copy(update={name: fits[0]})
     write_atomic(run.config, dump_yaml(config))
     times = "" if evaluates else f", {config.accumulation_steps(ranks)} times a step"
-    return f"out of memory on rank {note.get('rank')} with {name}={now}: retrying with {fits[0]}{times}; " + (
-        "the result stays the same" if evaluates else f"the global batch of {config.global_batch_size} stays the same"
+    same = "the result" if evaluates else f"the global batch of {config.global_batch_size}"
+    if evaluates and config.objective_spec.samples:
+        same = "but for the rounding of what is sampled, the result"
+    return (
+        f"out of memory on rank {note.get('rank')} with {name}={now}: retrying with {fits[0]}{times}; "
+        f"{same} stays the same"
     )
 
 

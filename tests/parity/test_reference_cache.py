@@ -32,7 +32,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(folder: Path, name: str, base: str = "base", strategy: str = "ddp", **changes: Any) -> Finished:
     """Two steps of DPO on two processes."""
     settings = {**options("full", True, **PAIRS), "model_name_or_path": folder / base, "cache_dir": folder / "cache"}
-    return launch_well(folder / name, 2, {**settings, **changes}, strategy=strategy)
+    variables = {key: changes.pop(key) for key in [*changes] if key.isupper()}
+    return launch_well(folder / name, 2, {**settings, **changes}, strategy=strategy, **variables)
 
 
 def tensors(finished: Finished) -> dict[str, torch.Tensor]:
@@ -67,7 +68,11 @@ def test_what_can_change_a_bit_is_computed_anew(folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("changes", [{"per_device_eval_batch_size": 2}, {"max_length": 150}, {"seed": 7}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"per_device_eval_batch_size": 2}, {"max_length": 150}, {"seed": 7}, {"ATEN_CPU_CAPABILITY": "default"}],
+    ids=str,
+)
 def test_other_options_are_computed_anew(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     assert SAYS not in train(folder, tmp_path.name, **changes).output
 

@@ -86,7 +86,7 @@ LABELS = {
     "lr_scaling_batch_size": "Batch that the rate was chosen for",
     "lr_scheduler_type": "Shape of the learning rate",
     "min_lr_ratio": "Final share of the learning rate",
-    "lr_num_cycles": "Restarts of the learning rate",
+    "lr_num_cycles": "Cosines of the learning rate",
     "lr_power": "Power of the learning rate's decay",
     "lr_decay_ratio": "Decay's share of all steps",
     "lr_decay_type": "Shape of the decay",

@@ -26,7 +26,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
 
 def stable_steps(total_steps: int, decay_ratio: float) -> int:
     """Steps of `warmup_stable_decay` before its decay."""
-    return total_steps - math.ceil(decay_ratio * total_steps)
+    return total_steps - math.ceil(round(decay_ratio * total_steps, 6))  # 0.07 * 100 is above 7
 
 
 def _remaining(config: TrainConfig, done: float) -> float:

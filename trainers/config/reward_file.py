@@ -23,6 +23,7 @@ SAMPLED_TEXTS = ("prompts", "completions")
 """What every reward can get besides columns of the data."""
 _READ = {"exact_match": (ANSWER,), "math_verify": (ANSWER,), "json_schema": ()}
 """Columns that the rewards of `trainers/rewards/functions.py` read."""
+_INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _PACKAGES = {"math_verify": "math-verify", "json_schema": "jsonschema>=4.23"}
 """The package that a reward needs."""
 
@@ -166,7 +167,7 @@ def _parameters(name: str, source: bytes) -> tuple[tuple[str, bool], ...]:
     if parameters.posonlyargs:
         raise _refusal(name, "has parameters before /, and it is called with names", "remove the /")
     catch_all = parameters.kwarg and parameters.kwarg.arg
-    if catch_all and any(isinstance(node, ast.Name) and node.id == catch_all for node in ast.walk(function)):
+    if catch_all and _reads(function, catch_all):
         remedy = "name each column as a parameter of its own; a catch-all that it does not use may stay"
         raise _refusal(name, f"uses **{catch_all}, which gets nothing", remedy)
     first_default = len(parameters.args) - len(parameters.defaults)
@@ -178,6 +179,19 @@ def _parameters(name: str, source: bytes) -> tuple[tuple[str, bool], ...]:
             problem = f"has the parameter {column!r}, a column that row formats have"
             raise _refusal(name, problem, "rename both; the texts that the model answers are in `prompts`")
     return tuple(read)
+
+
+def _reads(function: ast.AST, name: str) -> bool:
+    """Whether the body of a function reads one of its names."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load):
+            return True
+        own = (
+            [each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)] if isinstance(node, _INNER) else []
+        )
+        if name not in own and _reads(node, name):
+            return True
+    return False
 
 
 def _function(name: str, source: bytes) -> ast.FunctionDef:

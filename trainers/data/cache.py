@@ -111,13 +111,10 @@ class TokenSet:
         """`[documents]` ends of the columns of each document."""
         return np.cumsum(self._column_bytes)
 
-    def columns(self, index: int) -> dict[str, Any]:
-        """The columns of a document that rewards read, by role."""
-        if not (size := int(self._column_bytes[index])):
-            return {}
-        end = int(self._column_ends[index])
-        values: dict[str, Any] = json.loads(self._columns[end - size : end].tobytes())
-        return values
+    def columns(self, index: int) -> bytes:
+        """The columns of a document that rewards read: a JSON object by role, or nothing."""
+        size, end = int(self._column_bytes[index]), int(self._column_ends[index])
+        return self._columns[end - size : end].tobytes()
 
     def where(self, index: int) -> str:
         """`file:line` of the row that a document comes from."""

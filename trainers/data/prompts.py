@@ -61,17 +61,16 @@ def prompt_document(
     """
     name = PROMPT if format_name == "prompt_completion" else format_name  # a completion is not needed
     values, fields = values_by_role(row, name, columns, (ANSWER, *rewards))
-    values[ANSWER] = _answer(values[ANSWER], columns.get(ANSWER, ANSWER)) if ANSWER in rewards else values[ANSWER]
     document = _document(str(name), values, chat, fields)
     read = _read(row, columns, values, rewards)
     column = columns.get(ANSWER, ANSWER)
     if ANSWER in rewards and document.unanswered:
-        if values[ANSWER] is not None:
-            read = {ANSWER: values[ANSWER], **read}
+        if (answer := _answer(values[ANSWER], column)) is not None:
+            read = {ANSWER: answer, **read}
         elif not rewards[ANSWER]:
             remedy = f"give it a column {column!r}, or a completion"
             raise RowError("no answer", f"rewards compare with an answer, and the row has none; {remedy}")
-    elif values[ANSWER] is not None and ANSWER in rewards and ANSWER in columns:
+    elif values[ANSWER] not in _EMPTY and ANSWER in rewards and ANSWER in columns:
         problem = f"its completion is the answer that rewards compare with, and columns names {column!r} too"
         raise RowError("two answers", f"{problem}; leave one of them out")
     elif column not in {columns.get(role, role) for role in rewards if role != ANSWER}:
@@ -100,9 +99,11 @@ def _document(name: str, values: dict[str, Any], chat: bool, fields: Fields) -> 
         if messages[-1]["role"] == "assistant":
             return conversation(messages, trained, values, fields)
         return _unanswered(messages, trained, values, fields, 0, _CHATS[name])
-    if values["completion"] not in _EMPTY:
+    prompt, completion = parsed_messages(values["prompt"]), values["completion"]
+    if completion not in _EMPTY:
+        if is_conversation(prompt):  # perhaps as text, and so is the completion then
+            values = {**values, "prompt": prompt, "completion": parsed_messages(completion)}
         return from_prompt_completion(values, fields)
-    prompt = parsed_messages(values["prompt"])
     if is_conversation(prompt):
         listed = [prompt] if isinstance(prompt, dict) else prompt
         messages, trained = parse_messages(listed, "prompt", ("from", "value"), SHAREGPT_ROLES, fields)

@@ -131,10 +131,11 @@ class Report:
     def lines(self) -> list[str]:
         """The lines that a run prints: counts, what was shortened or dropped, and where bad rows are."""
         name = f"{self.split} data {self.dataset}"
+        trained = f"{self.trained_tokens:,} trained" if self.trained_tokens else "all of prompts without an answer"
         lines = [
             f"{name}: {self.documents:,} documents from {self.rows:,} rows in {self.files} file{'s'[: self.files != 1]}"
             f" ({', '.join(self.formats) or 'no known format'}), {self.tokens:,} tokens, "
-            f"{self.trained_tokens:,} trained, longest row {self.longest:,} tokens"
+            f"{trained}, longest row {self.longest:,} tokens"
         ]
         shortened = {"truncated": self.truncated, "dropped": self.dropped, "split": self.split_rows}
         if any(shortened.values()):

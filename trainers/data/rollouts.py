@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,17 @@ class Prompt:
         tokens: token ids before the last answer of a document.
         answer: token ids of that answer in the data, to which rewards may compare; none if the document ends with its
             prompt.
-        columns: values of the columns that rewards read, with the text of an answer that has a column of its own.
+        json: the columns that rewards read as a JSON object, or nothing.
     """
 
     tokens: np.ndarray
     answer: np.ndarray
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    json: bytes = b""
+
+    @cached_property
+    def columns(self) -> dict[str, Any]:
+        """Values of the columns that rewards read, with the text of an answer that has a column of its own."""
+        return dict(json.loads(self.json)) if self.json else {}
 
     def has(self, column: str) -> bool:
         """Whether rewards can get a column of it."""
@@ -90,6 +96,30 @@ def refuse_missing_columns(config: TrainConfig, documents: TokenSet) -> None:
             raise ConfigError(
                 f"{documents.where(int(has_it.argmin()))}: {name!r} is missing, and other rows have one "
                 f"({int((~has_it).sum()):,} of {len(documents):,} lack it); give it to all rows, or leave it out"
+            )
+
+
+def refuse_other_columns(config: TrainConfig, train: TokenSet, evaluation: TokenSet | None) -> None:
+    """Refuses evaluation data whose rewards would be computed from other columns than those of the training data.
+
+    Args:
+        config: the run's config, whose objective samples.
+        train: training data, each row of which has the same columns.
+        evaluation: the same of the evaluation data.
+
+    Raises:
+        ConfigError: with the first such column.
+    """
+    if evaluation is None or not len(train) or not len(evaluation):
+        return
+    first, other = prompt_of(train, 0), prompt_of(evaluation, 0)
+    for column in columns_of_rewards(config) or ():
+        if first.has(column) != other.has(column):
+            lacking, having = ("evaluation", "training")[:: 1 if first.has(column) else -1]
+            name = config.columns.get(column, column)
+            raise ConfigError(
+                f"the {having} data have {name!r}, and the {lacking} data do not: a reward would be another function "
+                "of them; give it to both, or to neither"
             )
 
 

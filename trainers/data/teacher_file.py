@@ -137,13 +137,16 @@ def read_recording(folder: Path) -> Recording:
     return recording
 
 
-def check_teacher_file(config: TrainConfig, splits: Sequence[tuple[Split, TokenSet | None]], vocab_size: int) -> None:
+def check_teacher_file(
+    config: TrainConfig, splits: Sequence[tuple[Split, TokenSet | None]], vocab_size: int, tp: int = 1
+) -> None:
     """Reads all of the recorded predictions of a run once, before it starts.
 
     Args:
         config: the run's config.
         splits: its data.
         vocab_size: tokens that its model has.
+        tp: ranks that the vocabulary is split over.
 
     Raises:
         ConfigError: if they do not fit.
@@ -156,6 +159,11 @@ def check_teacher_file(config: TrainConfig, splits: Sequence[tuple[Split, TokenS
         if file.recording.vocab_size > vocab_size:
             problem = f"was recorded of {file.recording.vocab_size:,} tokens, and the model has {vocab_size:,}"
             raise _refusal(folder, problem, "record again with this model_name_or_path")
+        if file.recording.vocab_size <= (start := vocab_size * (tp - 1) // tp):
+            problem = (
+                f"was recorded of {file.recording.vocab_size:,} tokens, and the last of {tp} tensor-parallel ranks"
+            )
+            raise _refusal(folder, f"{problem} holds those from {start:,} on", "use a smaller tp_size")
         if misfit := file.misfit(documents):
             raise _refusal(folder, f"does not fit the {split} data: {misfit}", "record again")
 

@@ -42,7 +42,7 @@ def parameter_groups(
     """
     by_kind: dict[tuple[bool, float], list[nn.Parameter]] = {}
     for name, weight in trained:
-        factor = config.loraplus_lr_ratio if "lora_B" in name else 1.0
+        factor = config.loraplus_lr_ratio if "lora_B" in name or "lora_embedding_B" in name else 1.0
         by_kind.setdefault((len(shapes[name]) >= 2, factor), []).append(weight)
     return [
         {"params": weights, "weight_decay": config.weight_decay * is_matrix, "rate_factor": factor}

@@ -94,10 +94,9 @@ def main(memory_gib: float, schema: str, names: Sequence[str]) -> None:
     for line in requests:
         answer, name = dict[str, Any](), ""
         try:
-            request = json.loads(line)
             for name in names:
                 functions[name] = functions.get(name) or load(name, schema)
-                answer[name] = computed(*functions[name], request)
+                answer[name] = computed(*functions[name], json.loads(line))  # a function may change what it gets
         except BaseException as error:  # whatever a function does, such as sys.exit
             answer = {"failed": name, "error": f"{type(error).__name__}: {error}"[:1000]}
         answers.write(json.dumps(answer) + "\n")

@@ -162,7 +162,9 @@ def refusals(
         _rate_is_free_of_length(config, manifest) and manifest["step"] % (config.get("steps_per_generation") or 1) == 0
     )
     # Answers that are sampled in other batches differ where a rounding flips a token.
-    bound = {"per_device_eval_batch_size"} if _samples(config) else set[str]()
+    bound = (
+        {"per_device_eval_batch_size"} if _samples(config) and not config.get("auto_find_batch_size") else set[str]()
+    )
     pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if free_length else ())} - bound
     remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)

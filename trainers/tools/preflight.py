@@ -25,7 +25,7 @@ from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
-from trainers.data.rollouts import check_prompts
+from trainers.data.rollouts import check_prompts, refuse_other_columns
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.data.vocabulary import refuse_other_vocabulary
@@ -96,7 +96,9 @@ def check(
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     check_last_tokens(config, [train, evaluation])
     if config.teacher_log_probs is not None:
-        check_teacher_file(config, [("train", train), ("eval", evaluation)], model["vocab_size"])
+        check_teacher_file(config, [("train", train), ("eval", evaluation)], model["vocab_size"], strategy.sizes.tp)
+    if config.objective_spec.samples:
+        refuse_other_columns(config, train, evaluation)
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))

@@ -90,9 +90,8 @@ def packed_panel(row: dict[str, Any]) -> Html:
     capacity, used = row["room"], row["tokens"]
     kind = "Packed row" if row["packing"] else "Row"
     count = len(row["documents"])
-    summary = (
-        f"{count} document{'s' * (count != 1)}, {used:,} of {capacity:,} tokens used, {row['trained_tokens']:,} trained"
-    )
+    trained = f"{row['trained_tokens']:,} trained" if row["trained_tokens"] else "prompts that the model answers"
+    summary = f"{count} document{'s' * (count != 1)}, {used:,} of {capacity:,} tokens used, {trained}"
     strip = [
         element("span", style=f"width:{100 * document['tokens'] / capacity:.2f}%", title=document["where"])
         for document in row["documents"]

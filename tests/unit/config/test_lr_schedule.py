@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from trainers.config.lr_schedule import learning_rate
+from trainers.config.lr_schedule import learning_rate, stable_steps
 from trainers.config.validation import build, ignored_choices
 from trainers.run.compatibility import refusals
 
@@ -83,6 +83,13 @@ def test_schedules_are_those_of_transformers(name: str, ours: dict[str, Any], th
         assert values[: WARMUP - 1] == pytest.approx(expected[1:WARMUP], abs=1e-12)
     other = build({**needed, "lr_scheduler_type": "inverse_sqrt", "warmup_steps": WARMUP})
     assert [learning_rate(other, step, STEPS) for step in range(STEPS)] != pytest.approx(expected, abs=1e-2)  # control
+
+
+def test_a_decay_has_as_many_steps_as_its_share_says() -> None:
+    shares = [(ratio, total) for ratio in range(1, 100) for total in (100, 200, 1000)]
+    assert [stable_steps(total, ratio / 100) for ratio, total in shares] == [
+        total - ratio * total // 100 for ratio, total in shares
+    ]
 
 
 def test_a_decay_of_all_steps_begins_after_the_warm_up() -> None:

@@ -23,7 +23,7 @@ from trainers.data.formats import OPTIONAL
 from trainers.data.messages import RowError
 from trainers.data.prepare import data_fingerprint, prepare, tokenised
 from trainers.data.prompts import MOST_LEVELS, json_value
-from trainers.data.rollouts import Prompt, check_prompts, prompt_of
+from trainers.data.rollouts import Prompt, check_prompts, prompt_of, refuse_other_columns
 from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder
@@ -73,6 +73,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text after a system": ({"prompt": "1+1=", "system": "Add."}, {"completion": " 2"}),
     "messages as prompt": ({"prompt": [USER]}, {"completion": [REPLY]}),
     "turns as prompt": ({"prompt": [USER, REPLY, USER]}, {"completion": [REPLY]}),
+    "messages as text": ({"prompt": json.dumps([USER])}, {"completion": json.dumps([REPLY])}),
     "chat": ({"messages": [USER]}, {"messages": [USER, REPLY]}),
     "turns": ({"messages": [USER, REPLY, USER], "system": "Add."}, {"messages": [USER, REPLY, USER, REPLY]}),
     "sharegpt": (
@@ -246,6 +247,8 @@ def test_a_completion_is_the_answer_also_beside_a_column_with_one(tmp_path: Path
     assert load_tokenizer(config).decode(prompt_of(data, 0).answer, skip_special_tokens=True) == " two"
     assert [prompt_of(data, index).columns for index in range(2)] == [{}, {"answer": "2"}]
     assert data.report.unused == {"answer": 1}
+    unread = [{**row, "answer": value} for value in (["2"], True, float("nan"), {"value": 2})]
+    assert [prompt.columns for prompt in prompts(tmp_path, unread)] == [{}] * 4  # whatever it is
     both = refusal(tmp_path, [{"prompt": "1+1=", "completion": " two", "gold": "2"}], columns="answer=gold")
     assert "two answers: its completion is the answer that rewards compare with, and columns names 'gold' too" in both
 
@@ -326,6 +329,20 @@ def test_a_column_that_a_reward_can_do_without_is_for_all_rows_or_none(tmp_path:
     assert sentence in refusal(tmp_path, rows, **options)
     assert [prompt.columns for prompt in prompts(tmp_path, rows[:1], **options)] == [{"level": 3}]
     assert [prompt.columns for prompt in prompts(tmp_path, rows[1:], **options)] == [{}]
+
+
+def test_rewards_read_the_same_columns_of_both_splits(tmp_path: Path) -> None:
+    name = reward(tmp_path, "completions, level=1, answer=None")
+    rows = [{"prompt": "1=", "level": 3, "answer": 1}, {"prompt": "1=", "answer": 1}, {"prompt": "1=", "level": 3}]
+    configs = [grpo(tmp_path, write_jsonl(tmp_path / f"{number}.jsonl", [row]), reward_funcs=name)
+               for number, row in enumerate(rows)]  # fmt: skip
+    whole, without_level, without_answer = (prepare(config, "train") for config in configs)
+    refuse_other_columns(configs[0], whole, whole)
+    refuse_other_columns(configs[0], whole, None)
+    with pytest.raises(ConfigError, match="the training data have 'level', and the evaluation data do not"):
+        refuse_other_columns(configs[0], whole, without_level)
+    with pytest.raises(ConfigError, match="the evaluation data have 'answer', and the training data do not"):
+        refuse_other_columns(configs[0], without_answer, whole)
 
 
 def test_columns_are_read_beside_an_answer_and_the_others_are_listed(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(recorded, tmp_path / "recorded"))
 
 
-def check(config: TrainConfig, vocab_size: int = VOCABULARY) -> None:
-    check_teacher_file(config, [("train", prepare(config, "train")), ("eval", None)], vocab_size)
+def check(config: TrainConfig, vocab_size: int = VOCABULARY, tp: int = 1) -> None:
+    check_teacher_file(config, [("train", prepare(config, "train")), ("eval", None)], vocab_size, tp)
 
 
 def test_rows_get_what_was_recorded_of_their_labels(folder: Path) -> None:
@@ -124,6 +124,12 @@ def test_what_does_not_fit_is_refused(damage: Any, sentence: str, folder: Path) 
     damage(folder)
     with pytest.raises(ConfigError, match=sentence):
         check(config_of(folder))
+
+
+def test_each_rank_of_a_split_vocabulary_holds_recorded_tokens(folder: Path) -> None:
+    check(config_of(folder), 2 * VOCABULARY - 2, tp=2)
+    with pytest.raises(ConfigError, match="the last of 2 tensor-parallel ranks holds those from 1,024 on"):
+        check(config_of(folder), 2 * VOCABULARY, tp=2)
 
 
 @pytest.mark.parametrize("changes", [{"max_train_samples": 19}, {"max_length": 64}, {"assistant_only_loss": False}])

@@ -12,6 +12,7 @@ from tests.parity.runs import config
 from tests.rounding import bound, relative
 from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build, ignored_choices
+from trainers.parallel.backend import set_rate
 from trainers.parallel.optimizer import (
     BLOCK,
     KEYS,
@@ -20,6 +21,7 @@ from trainers.parallel.optimizer import (
     SmallAdamW,
     build_optimizer,
     empty_state,
+    parameter_groups,
     rounded_by_chance,
     state_vectors,
     write_state_vectors,
@@ -227,3 +229,20 @@ def test_activation_offloading_is_idle_without_checkpointing_and_refused_without
     (mistake,) = machine_mistakes(alone, has_gpu=False)
     assert str(mistake).startswith("activation_offloading=true needs a GPU")
     assert not machine_mistakes(alone, has_gpu=True)
+
+
+def test_all_b_matrices_of_adapters_have_the_rate_of_lora_plus() -> None:
+    names = ["a.lora_A.default.weight", "a.lora_B.default.weight", "e.lora_embedding_A.default",
+             "e.lora_embedding_B.default", "lm_head.weight", "norm.weight"]  # fmt: skip
+    weights = [(name, nn.Parameter(torch.zeros(2, 2) if name[0] != "n" else torch.zeros(2))) for name in names]
+    settings = config("lora", True, loraplus_lr_ratio=16.0, weight_decay=0.1)
+    groups = parameter_groups(weights, {name: weight.shape for name, weight in weights}, settings)
+    factors = {
+        id(weight): (group["rate_factor"], group["weight_decay"]) for group in groups for weight in group["params"]
+    }
+    assert [factors[id(weight)] for _, weight in weights] == [
+        (1, 0.1), (16, 0.1), (1, 0.1), (16, 0.1), (1, 0.1), (1, 0.0),
+    ]  # fmt: skip
+    optimizer = build_optimizer(groups, settings)
+    set_rate(optimizer, 1e-3)
+    assert sorted({group["lr"] for group in optimizer.param_groups}) == [1e-3, 16e-3]

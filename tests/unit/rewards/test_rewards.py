@@ -72,6 +72,23 @@ def test_columns_reach_a_function_exactly_as_they_are(tmp_path: Path) -> None:
         assert repr(got) == repr([["yes"] * count, EXACT, level])
 
 
+def test_a_function_that_changes_a_column_changes_it_for_no_other(tmp_path: Path) -> None:
+    name = write(
+        tmp_path,
+        """
+def clears(completions, tests):
+    return [len(tests) - len(tests[0]) for each in completions if tests[0].clear() is None]
+
+def counts(completions, tests):
+    return [len(each) for each in tests]
+""".replace("def clears", "def f"),
+    )
+    process = RewardProcess([name, name.replace(":f", ":counts")], 60)
+    rewards = process.compute(["", ""], ["", ""], {"tests": [[1, 2, 3], [4]]})
+    process.close()
+    assert rewards[name.replace(":f", ":counts")] == [3.0, 1.0]
+
+
 def test_columns_follow_from_the_parameters_of_all_rewards(tmp_path: Path) -> None:
     assert reward_columns(["exact_match", "math_verify"]) == {"answer": False}
     assert reward_columns(["json_schema"]) == {}
@@ -80,6 +97,14 @@ def test_columns_follow_from_the_parameters_of_all_rewards(tmp_path: Path) -> No
     wanted = {"solution": False, "weight": True, "tests": False, "answer": True}
     assert reward_columns([name]) == wanted
     assert reward_columns([name, "exact_match"]) == reward_columns(["exact_match", name]) == {**wanted, "answer": False}
+
+
+def test_a_name_inside_another_function_is_not_the_catch_all(tmp_path: Path) -> None:
+    inner = "def f(completions, **kw):\n    def g(**kw): return kw\n    return [{} for _ in completions]\n"
+    for value in ("1.0", "(lambda kw: kw)(1.0)", "g(a=1)['a']"):
+        assert reward_columns([write(tmp_path, inner.format(value))]) == {}
+    with pytest.raises(ConfigError, match=r"uses \*\*kw"):
+        reward_columns([write(tmp_path, inner.format("(lambda other: kw)(1.0)"))])
 
 
 def test_what_ships_reads_the_columns_that_its_parameters_name(tmp_path: Path) -> None:
@@ -97,6 +122,7 @@ def test_what_ships_reads_the_columns_that_its_parameters_name(tmp_path: Path) -
         ("f(completions, images)", "has the parameter 'images', a column"),
         ("f(completions, **others)", "uses **others, which gets nothing; name each column as a parameter"),
         ("f(completions, others)", ""),
+        ("f(completions, others, **more)", ""),
     ],
 )
 def test_parameters_that_cannot_be_filled_are_refused(head: str, sentence: str, tmp_path: Path) -> None:

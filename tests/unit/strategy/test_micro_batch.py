@@ -11,12 +11,13 @@ from torch.distributed import DistBackendError
 from app.launch.restarts import smaller_batch
 from trainers.config.parse import Request, dump_yaml
 from trainers.config.validation import build
+from trainers.run.compatibility import plain, refusals
 from trainers.run.folder import RunFolder, write_json
 from trainers.strategy.strategy import load_strategy, resolve
 from trainers.train import in_one_line, out_of_memory
 
 
-def ran_out(folder: Path, section: str = "forward", **options: int | bool) -> RunFolder:
+def ran_out(folder: Path, section: str = "forward", **options: int | bool | str) -> RunFolder:
     run = RunFolder(folder)
     run.create()
     values = {"model_name_or_path": "embedded", "dataset_name": "embedded", "auto_find_batch_size": True}
@@ -45,6 +46,19 @@ def test_an_evaluation_gets_smaller_batches_of_its_own(tmp_path: Path) -> None:
     run = ran_out(tmp_path, "evaluation", per_device_eval_batch_size=9, global_batch_size=16)
     assert "per_device_eval_batch_size=9: retrying with 4; the result stays the same" in str(smaller_batch(run))
     assert Request(config=str(run.config)).resolve().per_device_eval_batch_size == 4
+
+
+def test_a_run_that_samples_goes_on_in_smaller_batches(tmp_path: Path) -> None:
+    """The answers differ by rounding, which `auto_find_batch_size` allows; a resume by hand keeps the size."""
+    run = ran_out(tmp_path, "sampling", objective="grpo", per_device_eval_batch_size=8, max_completion_length=64)
+    before = plain(Request(config=str(run.config)).resolve())
+    assert "retrying with 4; but for the rounding of what is sampled, the result stays" in str(smaller_batch(run))
+    after = plain(Request(config=str(run.config)).resolve())
+    manifest = {"config": before, "versions": {}, "step": 3}
+    assert refusals(manifest, after, {}) == []
+    by_hand = {"auto_find_batch_size": False}
+    (refused,) = refusals({**manifest, "config": {**before, **by_hand}}, {**after, **by_hand}, {})
+    assert refused.option == "per_device_eval_batch_size"
 
 
 @pytest.mark.parametrize("why", ["one row", "not asked for", "another fault"])
