@@ -71,7 +71,7 @@ SMALLER_MICRO_BATCH = Remedy(
 )
 SMALLER_EVAL_BATCH = Remedy(
     "evaluation batches of {per_device_eval_batch_size} rows instead of {config.per_device_eval_batch_size}; the "
-    "result stays the same",
+    "result stays the same, but for the rounding of answers that a run samples",
     {"per_device_eval_batch_size": changes.smaller_eval_batch},
 )
 RECOMPUTE = Remedy(

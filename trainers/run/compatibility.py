@@ -17,7 +17,6 @@ from trainers.config.fields import text_of
 from trainers.config.lr_schedule import stable_steps
 from trainers.config.mistakes import Mistake
 from trainers.config.objective_file import file_version
-from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import schema_version
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
@@ -42,7 +41,8 @@ FREE = frozenset({
     "export_dtype", "profile_steps", "profile_ranks",
 })  # fmt: skip
 """Options that may change on resume: they affect cost, monitoring or export, but no training step beyond the parity
-tolerance. Includes the names of the data, of a teacher and of a schema, as their content is compared."""
+tolerance. Answers that are sampled in batches of another size, or on other ranks, differ where a rounding flips a
+token. Includes the names of the data, of a teacher and of a schema, as their content is compared."""
 FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
@@ -161,11 +161,7 @@ def refusals(
     free_length = (
         _rate_is_free_of_length(config, manifest) and manifest["step"] % (config.get("steps_per_generation") or 1) == 0
     )
-    # Answers that are sampled in other batches differ where a rounding flips a token.
-    bound = (
-        {"per_device_eval_batch_size"} if _samples(config) and not config.get("auto_find_batch_size") else set[str]()
-    )
-    pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if free_length else ())} - bound
+    pass_by = {*FREE, *STRUCTURE, *moved, *(LENGTH if free_length else ())}
     remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
     return misfits + [replace(change, remedy=remedy) for change in others]
@@ -207,12 +203,6 @@ def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) 
 def plain(config: TrainConfig) -> dict[str, Any]:
     """Returns the options that a checkpoint saves."""
     return config.model_dump(exclude=set(PLACES))
-
-
-def _samples(config: dict[str, Any]) -> bool:
-    """Whether the ranks of a run sample the answers that they train on."""
-    objective = OBJECTIVES.get(config.get("objective", ""))  # one in a file samples nothing
-    return objective is not None and objective.samples and not (config["recorded_answers"] or config["sampler_url"])
 
 
 def _rate_is_free_of_length(config: dict[str, Any], manifest: dict[str, Any]) -> bool:

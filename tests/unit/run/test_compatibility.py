@@ -92,21 +92,6 @@ def test_it_is_computed_once_for_a_text(tmp_path: Path, fresh_cache: Path, monke
     code_digest.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_refused"),
-    [({}, True), ({"objective": "sft"}, False), ({"recorded_answers": "run/rollouts"}, False),
-     ({"sampler_url": "http://127.0.0.1:8000"}, False)],
-)  # fmt: skip
-def test_answers_are_sampled_in_the_same_batches(changes: dict[str, str], is_refused: bool) -> None:
-    """In others a rounding may flip a token."""
-    shape = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "warmup_steps": 0, "objective": "grpo",
-             "recorded_answers": None, "sampler_url": None, **changes}  # fmt: skip
-    manifest = {"config": {**shape, "per_device_eval_batch_size": 8}, "versions": {}, "step": 2}
-    refused = refusals(manifest, {**shape, "per_device_eval_batch_size": 4}, {})
-    assert [mistake.option for mistake in refused] == (["per_device_eval_batch_size"] if is_refused else [])
-    assert refusals(manifest, {**shape, "per_device_eval_batch_size": 8}, {}) == []
-
-
 def test_a_schema_may_move_and_not_change() -> None:
     shape = {"lr_scheduler_type": "constant", "warmup_ratio": 0.0, "warmup_steps": 0}
     manifest = {"config": {**shape, "reward_schema": "a.json"}, "versions": {"the reward_schema": "01"}, "step": 2}
