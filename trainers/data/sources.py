@@ -81,10 +81,16 @@ def unread_columns(file: DataFile, wanted: Iterable[str]) -> list[str]:
     Args:
         file: File of a shard.
         wanted: As given to `read`.
+
+    Raises:
+        ConfigError: if the file cannot be read.
     """
     if file.kind not in ("parquet", "hub"):
         return []
-    names = table_rows.column_names(file)
+    try:
+        names = table_rows.column_names(file)
+    except _UNREADABLE as error:
+        raise error if isinstance(error, ConfigError) else unreadable(file.display_name, error) from None
     columns = table_rows.columns_to_read(names, wanted)
     return [name for name in names if columns and name not in columns]
 

@@ -21,7 +21,7 @@ from trainers.data.files import DataFile, identity, resolve
 from trainers.data.json_rows import shard_lines
 from trainers.data.prepare import prepare
 from trainers.data.shards import BadRow
-from trainers.data.sources import plan, read
+from trainers.data.sources import plan, read, unread_columns
 
 WORDS = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -576,3 +576,13 @@ def test_a_file_that_gets_shorter_while_it_is_read_is_an_error_and_no_endless_lo
     if size < before.size:
         with pytest.raises(ConfigError, match=r"data\.jsonl changed while it was read"):
             list(shards)
+
+
+def test_a_file_that_is_gone_by_the_time_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": ["a"], "more": ["b"]}), path)
+    file = data_file(path, "parquet")
+    assert unread_columns(file, ["text"]) == ["more"]
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"rows\.parquet"):
+        unread_columns(file, ["text"])
