@@ -79,6 +79,11 @@ class Preview:
         self._packed: Rows | None = None
         self._tokens: TokenSet | None = None
 
+    @property
+    def packs(self) -> bool:
+        """Whether a row of the batches holds several documents; of prompts, only the sampled answers are packed."""
+        return self.config.packing and not self.config.objective_spec.samples
+
     def rows(self, offset: int, count: int) -> dict[str, Any]:
         """Some rows, as read and as trained; files are scanned only up to them.
 
@@ -241,7 +246,7 @@ class Preview:
             documents.append({"where": rows.documents.where(int(member)), "start": position, **document})
             position += len(ids)
         return {
-            "index": index, "total": len(rows), "packing": self.config.packing, "documents": documents,
+            "index": index, "total": len(rows), "packing": self.packs, "documents": documents,
             "tokens": position, "room": self.config.row_tokens, "trained_tokens": int(rows.trained[index]),
         }  # fmt: skip
 
@@ -268,10 +273,10 @@ class Preview:
             "truncated_share": _share(report.truncated, report.rows),
             "dropped_share": _share(report.dropped, report.rows),
             "bad_share": _share(report.bad, report.rows),
-            "packing": self.config.packing,
+            "packing": self.packs,
             "max_length": self.config.max_length,
             "training_rows": len(rows),
-            "packing_efficiency": _share(report.tokens, slots) if self.config.packing else None,
+            "packing_efficiency": _share(report.tokens, slots) if self.packs else None,
             "global_batch_size": self.config.global_batch_size,
             **steps,
             "histogram": histogram(data.lengths),

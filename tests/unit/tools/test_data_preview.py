@@ -359,6 +359,7 @@ def test_prompts_are_shown_with_what_rewards_get_and_what_they_lack(
     assert lacking["mistake"][0] == "no answer"
     assert document["unused"] == {"level": 1}
     assert any("prompts.jsonl:3: no answer: rewards compare" in mistake for mistake in document["mistakes"])
+    assert (document["packing"], document["packing_efficiency"]) == (False, None)  # each prompt has a row
     assert run_verb(words) == 0
     printed = capfd.readouterr()
     assert "a prompt that the model answers" in printed.out
