@@ -221,7 +221,7 @@ def stepped(folder: Path, loss_type: str) -> plain.Curve:
     for name in ("packing", "global_batch_size"):
         del changes[name]
     with steps(folder, 4, False, **changes) as taken:
-        set_reference(taken.context, None)
+        set_reference(taken.context, load_strategy("single"), None)
         results = [taken.take(step) for step in range(STEPS)]
     return plain.Curve([result.loss for result in results], [result.grad_norm for result in results])
 

@@ -118,6 +118,7 @@ def test_zero_over_tensor_groups_with_its_state_in_host_memory() -> None:
     assert curve(run(WORLD, "full", True, file)).agrees(reference("full", True))
 
 
+@pytest.mark.long
 def test_the_second_copy_of_zero_plus_plus_changes_nothing(tmp_path: Path) -> None:
     """Nor after a resume: DeepSpeed makes the copy anew at an update of its own alone."""
     finished = run(WORLD, "full", True, hpz())

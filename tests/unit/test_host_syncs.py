@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.steps import Steps, steps
 from trainers.reference import set_reference
+from trainers.strategy.strategy import load_strategy
 
 READS = ("tolist", "numpy", "cpu")
 """Methods that go past the dispatcher, or would on a CPU."""
@@ -76,7 +77,7 @@ def test_accumulation_adds_no_host_sync(packing: bool, changes: dict[str, Any], 
     for accumulation in (1, 8):
         with steps(tmp_path, accumulation, packing, **changes) as made:
             if made.context.config.objective_spec.reference:
-                set_reference(made.context, None)
+                set_reference(made.context, load_strategy("single"), None)
             assert made.context.plan.accumulation == accumulation
             found[accumulation] = syncs_of_a_step(made)
     assert found[1] == found[8]

@@ -17,6 +17,7 @@ from trainers.config.objectives import OBJECTIVES
 from trainers.data.layout import Scales, ScoredDocuments
 from trainers.objectives.global_terms import divergence
 from trainers.reference import set_reference
+from trainers.strategy.strategy import load_strategy
 
 LABELS = [True, False, True, True, False]
 KL = 0.7
@@ -96,7 +97,7 @@ def first_step(folder: Path, size: int) -> tuple[float, float, float, list[list[
     """
     changes = {"objective": "kto", "method": "full", "max_train_samples": 14, "max_length": 384}
     with steps(folder, 8, True, per_device_train_batch_size=size, **changes) as taken:
-        set_reference(taken.context, None)
+        set_reference(taken.context, load_strategy("single"), None)
         rows = taken.context.plan.rows
         assert rows.mismatched is not None
         assert rows.desirable is not None
