@@ -61,7 +61,7 @@ def test_a_checkpoint_goes_on_with_the_answers_of_the_reference(tmp_path: Path) 
     (tmp_path / "reward.py").write_text(
         "def dense(completions):\n    return [len(text.replace(' ', '')) for text in completions]\n"
     )
-    words = [
+    flags = [
         "--objective",
         "grpo",
         "--num_generations",
@@ -71,8 +71,8 @@ def test_a_checkpoint_goes_on_with_the_answers_of_the_reference(tmp_path: Path) 
         "--global_batch_size",
         "4",
     ]
-    words += ["--reward_funcs", "reward.py:dense"]
-    status, document, said = prove("--resume", "--strategies", "single,ddp", "--steps", "2", *words, cwd=tmp_path)
+    flags += ["--reward_funcs", "reward.py:dense"]
+    status, document, said = prove("--resume", "--strategies", "single,ddp", "--steps", "2", *flags, cwd=tmp_path)
     assert status == 0, said
     assert [row["passed"] for row in document["rows"]] == [True] * 4
     assert all(norm > 0.01 for norm in document["reference"]["grad_norms"])  # so there is something to learn

@@ -92,8 +92,8 @@ def agree(ours: Outcome, theirs: Outcome, tolerance: float = FP32) -> bool:
     """Whether loss and gradients are the same; none of them is 0."""
     assert all(part.abs().max() > 1e-4 for part in theirs)
     return all(
-        float((mine - other).abs().max()) <= tolerance * float(other.abs().max())
-        for mine, other in zip(ours, theirs, strict=True)
+        float((own - other).abs().max()) <= tolerance * float(other.abs().max())
+        for own, other in zip(ours, theirs, strict=True)
     )
 
 
@@ -207,7 +207,7 @@ def test_grpo_equals_that_of_liger(loss_type: str, beta: float) -> None:
     options: dict[str, Any] = {"loss_type": loss_type, "max_completion_length": LENGTH, "temperature": temperature,
                                "importance_sampling_cap": cap, "epsilon": 0.2, "epsilon_high": 0.25, "beta": beta,
                                "reward_funcs": "exact_match"}  # fmt: skip
-    mine = outcome(ours("grpo", data, scored, **options), data)
+    own = outcome(ours("grpo", data, scored, **options), data)
 
     gaps, by_answer = old - sampled, loss_type == "gspo"  # which liger has as the level of `grpo`
     if by_answer:
@@ -224,7 +224,7 @@ def test_grpo_equals_that_of_liger(loss_type: str, beta: float) -> None:
     )  # fmt: skip
     theirs = outcome(loss, data)
     assert by_answer or metrics[-1] > 0, "nothing was clipped"
-    assert agree(mine, theirs)
+    assert agree(own, theirs)
     # Controls: another bound of the weights of a sampler, another temperature.
     for other in ({"importance_sampling_cap": 1.0}, {"temperature": 0.9}):
         assert not agree(outcome(ours("grpo", data, scored, **{**options, **other}), data), theirs)
@@ -253,10 +253,10 @@ def test_distillation_equals_that_of_liger(loss_type: str, beta: float, nll_weig
     flat = [values.flatten(0, 1) for values in (data.hidden, data.other_hidden, data.targets)]
     theirs = outcome(liger(flat[0], data.weight, flat[1], data.other_weight, flat[2]), data)
     tolerance = FP32 if nll_weight else FP64
-    mine = outcome(distilled(data, **options), data)
-    assert agree(mine, theirs, tolerance)
+    own = outcome(distilled(data, **options), data)
+    assert agree(own, theirs, tolerance)
     if not nll_weight:  # all but the sum
-        assert agree(mine[1:], theirs[1:], 1e-12)
+        assert agree(own[1:], theirs[1:], 1e-12)
     # Controls: another temperature, labels of the position before.
     assert not agree(outcome(distilled(data, **{**options, "distill_temperature": 1.8}), data), theirs, tolerance)
     shifted = data._replace(targets=data.targets.roll(1, 1))

@@ -109,13 +109,13 @@ def test_each_answer_is_rewarded_with_the_columns_of_its_row(name: str) -> None:
 
 def test_the_columns_of_other_rows_give_other_rewards() -> None:
     """Control: the first answers are the same, but not what they get."""
-    mine, others = sampled("ddp", "prompts"), sampled("ddp", "shuffled")
-    first, other = answers(mine)[0], answers(others)[0]
+    own, others = sampled("ddp", "prompts"), sampled("ddp", "shuffled")
+    first, other = answers(own)[0], answers(others)[0]
     assert first["answers"] == other["answers"]
     assert first["texts"] == other["texts"]
     assert 0.0 in of_row(other)
     assert first["rewards"] != other["rewards"]
-    assert mine.series("eval_reward")[0] > 1 > others.series("eval_reward")[0]
+    assert own.series("eval_reward")[0] > 1 > others.series("eval_reward")[0]
 
 
 @pytest.mark.parametrize("ahead", mostly_long([1, 2], [2]))
@@ -127,8 +127,8 @@ def test_a_resumed_run_goes_on_with_the_same_columns(ahead: int, tmp_path: Path)
     resumed = launch_well(tmp_path / "again", 1, again, strategy="single")
     for key in ("loss", "grad_norm", "reward"):
         assert resumed.series(key) == undisturbed.series(key)[3:]
-    mine, others = weights(undisturbed), weights(resumed)
-    assert all(torch.equal(mine[name], others[name]) for name in mine)
+    own, others = weights(undisturbed), weights(resumed)
+    assert all(torch.equal(own[name], others[name]) for name in own)
     for step in (4, 5, 6):
         name = f"step-{step}.json"
         assert (undisturbed.run.rollouts / name).read_text() == (resumed.run.rollouts / name).read_text()

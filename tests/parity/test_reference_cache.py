@@ -42,11 +42,11 @@ def tensors(finished: Finished) -> dict[str, torch.Tensor]:
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def equal(one_run: Finished, other: Finished) -> bool:
-    found, expected = tensors(one_run), tensors(other)
-    assert found.keys() == expected.keys()
+def equal(run: Finished, other: Finished) -> bool:
+    computed, expected = tensors(run), tensors(other)
+    assert computed.keys() == expected.keys()
     assert any("reference." in name for name in expected)
-    return all(torch.equal(found[name], expected[name]) for name in expected)
+    return all(torch.equal(computed[name], expected[name]) for name in expected)
 
 
 def test_a_run_with_known_references_has_the_bits_of_one_that_computes_them(folder: Path) -> None:

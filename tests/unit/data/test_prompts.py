@@ -336,13 +336,13 @@ def test_rewards_read_the_same_columns_of_both_splits(tmp_path: Path) -> None:
     rows = [{"prompt": "1=", "level": 3, "answer": 1}, {"prompt": "1=", "answer": 1}, {"prompt": "1=", "level": 3}]
     configs = [grpo(tmp_path, write_jsonl(tmp_path / f"{number}.jsonl", [row]), reward_funcs=name)
                for number, row in enumerate(rows)]  # fmt: skip
-    whole, without_level, without_answer = (prepare(config, "train") for config in configs)
-    refuse_other_columns(configs[0], whole, whole)
-    refuse_other_columns(configs[0], whole, None)
+    complete, without_level, without_answer = (prepare(config, "train") for config in configs)
+    refuse_other_columns(configs[0], complete, complete)
+    refuse_other_columns(configs[0], complete, None)
     with pytest.raises(ConfigError, match="the training data have 'level', and the evaluation data do not"):
-        refuse_other_columns(configs[0], whole, without_level)
+        refuse_other_columns(configs[0], complete, without_level)
     with pytest.raises(ConfigError, match="the evaluation data have 'answer', and the training data do not"):
-        refuse_other_columns(configs[0], without_answer, whole)
+        refuse_other_columns(configs[0], without_answer, complete)
 
 
 def test_columns_are_read_beside_an_answer_and_the_others_are_listed(tmp_path: Path) -> None:

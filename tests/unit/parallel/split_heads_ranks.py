@@ -66,8 +66,8 @@ class Case:
         teacher = heads[1] if self.top is None else self.top
         loss, _, gradients = compare_heads(heads[0], teacher, self.labels, divergence, True)
         again, metrics, _ = compare_heads(heads[0], teacher, self.labels, divergence, False)
-        found = {"loss": loss, "again": again, "metrics": metrics}
-        return found | {name: value for name, value in gradients._asdict().items() if value is not None}
+        results = {"loss": loss, "again": again, "metrics": metrics}
+        return results | {name: value for name, value in gradients._asdict().items() if value is not None}
 
 
 def apart(case: Case, divergence: Divergence, rank: int, world: int) -> dict[str, float]:
@@ -75,26 +75,26 @@ def apart(case: Case, divergence: Divergence, rank: int, world: int) -> dict[str
     size = case.sizes[0]
     borders = [size * number // world for number in range(world + 1)]
     wanted = case.compared(divergence, [0, size], 0, None)
-    found = case.compared(divergence, borders, rank, distributed.group.WORLD)
+    results = case.compared(divergence, borders, rank, distributed.group.WORLD)
     part = slice(borders[rank], borders[rank + 1])
     wanted |= {name: wanted[name][part] for name in ("weight", "bias")}
-    return {name: relative(found[name], wanted[name]) for name in wanted}
+    return {name: relative(results[name], wanted[name]) for name in wanted}
 
 
 def main(store: str, rank: str, world: str, out: str) -> None:
     """One rank; the first one writes the largest differences of any."""
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     with mock.patch.object(distillation, "LOGITS_PER_CHUNK", 1):  # 64 tokens, and 6
         for rows, (name, recorded), loss_type in product(ROWS, TEACHERS.items(), LOSS_TYPES):
             case = Case(rows, recorded)
-            found[f"{rows}, {name}, {loss_type}"] = apart(case, divergence(loss_type), int(rank), int(world))
+            results[f"{rows}, {name}, {loss_type}"] = apart(case, divergence(loss_type), int(rank), int(world))
         with mock.patch.object(VocabularyShard, "reduce", lambda self, values, operation=None: values):
-            found[CONTROL] = apart(Case("equal", None), divergence("jsd"), int(rank), int(world))
+            results[CONTROL] = apart(Case("equal", None), divergence("jsd"), int(rank), int(world))
     everywhere: list[Any] = [None] * int(world)
-    distributed.all_gather_object(everywhere, found)
-    worst = {case: {name: max(one[case][name] for one in everywhere) for name in found[case]} for case in found}
+    distributed.all_gather_object(everywhere, results)
+    worst = {case: {name: max(one[case][name] for one in everywhere) for name in results[case]} for case in results}
     if rank == "0":
         Path(out).write_text(json.dumps(worst), encoding="utf-8")
     distributed.destroy_process_group()

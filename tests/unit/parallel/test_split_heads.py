@@ -17,37 +17,37 @@ from trainers.config.mistakes import ConfigError
 from trainers.parallel.tensor import split_model
 
 ROOT = Path(__file__).resolve().parents[3]
-Found = dict[str, dict[str, float]]
+Results = dict[str, dict[str, float]]
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What so many ranks found."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Differences that so many ranks see, by case."""
     folder, world = tmp_path_factory.mktemp("ranks"), request.param
     ranks, alone = [], {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for rank in range(world):
-        arguments = [str(folder / "store"), str(rank), str(world), str(folder / "found.json")]
+        arguments = [str(folder / "store"), str(rank), str(world), str(folder / "results.json")]
         command = [sys.executable, "-m", "tests.unit.parallel.split_heads_ranks", *arguments]
         with (folder / f"log-{rank}.txt").open("wb") as log:
             ranks.append(subprocess.Popen(command, cwd=ROOT, env=alone, stdout=log, stderr=subprocess.STDOUT))
     failed = [number for number, rank in enumerate(ranks) if rank.wait(timeout=300)]
     assert not failed, (folder / f"log-{failed[0]}.txt").read_text(encoding="utf-8")
-    result: Found = json.loads((folder / "found.json").read_text(encoding="utf-8"))
+    result: Results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     return result
 
 
-def test_split_heads_give_the_loss_and_gradients_of_full_ones(found: Found) -> None:
+def test_split_heads_give_the_loss_and_gradients_of_full_ones(results: Results) -> None:
     """Of a loaded teacher and of recorded ones, with rows that pad either head; the metrics too."""
     cases = [f"{rows}, {teacher}, {loss}" for rows, teacher, loss in product(ROWS, TEACHERS, LOSS_TYPES)]
-    assert sorted(found) == sorted([*cases, CONTROL])
-    wrong = {case: found[case] for case in cases if not max(found[case].values()) < 1e-11}
+    assert sorted(results) == sorted([*cases, CONTROL])
+    wrong = {case: results[case] for case in cases if not max(results[case].values()) < 1e-11}
     assert not wrong
-    assert found[cases[0]].keys() == {"loss", "again", "metrics", "hidden", "weight", "bias"}
+    assert results[cases[0]].keys() == {"loss", "again", "metrics", "hidden", "weight", "bias"}
 
 
-def test_sums_that_are_left_out_would_be_seen(found: Found) -> None:
+def test_sums_that_are_left_out_would_be_seen(results: Results) -> None:
     """Control: each rank takes its part for all of the vocabulary."""
-    assert min(found[CONTROL][name] for name in ("loss", "again", "metrics", "hidden", "weight", "bias")) > 1e-2
+    assert min(results[CONTROL][name] for name in ("loss", "again", "metrics", "hidden", "weight", "bias")) > 1e-2
 
 
 def test_a_teacher_is_cut_where_its_student_is() -> None:

@@ -346,10 +346,10 @@ def test_prompts_are_shown_with_what_rewards_get_and_what_they_lack(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data = write(tmp_path / "prompts.jsonl", PROMPTS)
-    words = ["data", "tiny-lora", "--objective", "grpo", "--dataset_name", str(data), "--cache_dir", str(tmp_path)]
-    words += ["--columns", "answer=solution", "--max_length", "300", "--global_batch_size", "1"]
-    words += ["--per_device_train_batch_size", "1"]
-    assert run_verb([*words, "--json"]) == 0
+    argv = ["data", "tiny-lora", "--objective", "grpo", "--dataset_name", str(data), "--cache_dir", str(tmp_path)]
+    argv += ["--columns", "answer=solution", "--max_length", "300", "--global_batch_size", "1"]
+    argv += ["--per_device_train_batch_size", "1"]
+    assert run_verb([*argv, "--json"]) == 0
     document = json.loads(capfd.readouterr().out)
     first, answered, lacking = document["shown"]
     assert (first["unanswered"], json.loads(first["for_rewards"])) == (True, {"answer": "2"})
@@ -360,7 +360,7 @@ def test_prompts_are_shown_with_what_rewards_get_and_what_they_lack(
     assert document["unused"] == {"level": 1}
     assert any("prompts.jsonl:3: no answer: rewards compare" in mistake for mistake in document["mistakes"])
     assert (document["packing"], document["packing_efficiency"]) == (False, None)  # each prompt has a row
-    assert run_verb(words) == 0
+    assert run_verb(argv) == 0
     printed = capfd.readouterr()
     assert "a prompt that the model answers" in printed.out
     assert 'rewards get {"answer": "2"}' in printed.out
