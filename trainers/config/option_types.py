@@ -1,12 +1,16 @@
-"""Types of options whose values are written in forms of their own: lists, pairs, ranges, names. Imports no torch."""
+"""How options are declared, and types of those whose values have forms of their own: lists, pairs, ranges, names.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 from datetime import date
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from trainers.config.objective_file import split_objective
@@ -97,3 +101,38 @@ Schedule = Literal[
 ]
 """Learning-rate schedules, by transformers' names."""
 ObjectiveName = Annotated[str, AfterValidator(_objective)]
+
+
+def option(section: str, default: Any = ..., unit: str = "", choices: tuple[str, ...] = (), **constraints: Any) -> Any:
+    """Declares an option.
+
+    Args:
+        section: Group that it belongs to, a key of `trainers.config.fields.TITLES`.
+        default: Its default; required without one.
+        unit: Unit, such as `tokens`.
+        choices: Values that a form offers, where the type does not say them.
+        constraints: Bounds, as pydantic's `Field` takes them.
+    """
+    extra: dict[str, Any] = {"section": section, "unit": unit, "choices": choices}
+    return Field(default=default, json_schema_extra=extra, **constraints)
+
+
+class OptionGroup(BaseModel):
+    """Options that belong together; a docstring below each is its help."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _plain_values(cls, value: Any, info: ValidationInfo) -> Any:
+        # Control characters, and those that reverse the direction of text, could disguise a value in logs.
+        texts = [value] if isinstance(value, str) else [*value, *value.values()] if isinstance(value, dict) else []
+        for text in texts:
+            if any(ord(letter) < 32 or 0x202A <= ord(letter) <= 0x202E for letter in str(text)):
+                raise ValueError("control characters are not allowed")
+        if isinstance(value, str) and value.startswith("~") and os.path.expanduser(value) == value:
+            raise ValueError("there is no such home folder")
+        numbers = cls.model_fields[str(info.field_name)].annotation in (int, float)
+        if numbers and isinstance(value, bool):
+            raise ValueError("input should be a number, not true or false")
+        return value

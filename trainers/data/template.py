@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trainers.config.data_options import FIXED_DATE
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import FIXED_DATE, TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.data.formats import Document, Message, RowError
 from trainers.data.render_budget import RenderBudget, TooLong, cpu_time_limit
 from trainers.data.reply_spans import ReplySpans, name_message, tail

@@ -1,0 +1,53 @@
+"""The options of the model and of the method that trains it. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from trainers.config.option_types import Names, Optionally, OptionGroup, option
+
+
+class ModelOptions(OptionGroup):
+    """Which model is trained, and how it computes."""
+
+    preset: Annotated[str | None, Optionally] = option("model", None)
+    """Preset to start from; options given here override its values."""
+    model_name_or_path: str = option("model", min_length=1)
+    """Hub id or local folder of the base model; `embedded` is the small model that ships with Tunesmith."""
+    model_revision: Annotated[str | None, Optionally] = option("model", None)
+    """Branch, tag or commit of the base model on the Hub."""
+    from_run: Annotated[str | None, Optionally] = option("model", None)
+    """Start from a run's result: its name or folder, or the folder of an export or adapter."""
+    trust_remote_code: bool = option("model", False)
+    """Allow custom model code from the model's repository; enable only if you have read and trust that code."""
+    random_init: bool = option("model", False)
+    """Initialize the weights randomly from `seed` instead of loading the pretrained ones."""
+    num_hidden_layers: Annotated[int | None, Optionally] = option("model", None, "layers", ge=1, le=10**6)
+    """Keep only the first N decoder layers, to try out a model that would not fit."""
+    rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = option("model", "none")
+    """Scale the rotary position embeddings for rows longer than the model supports; none: as the model is."""
+    rope_factor: Annotated[float | None, Optionally] = option("model", None, "times", gt=1, le=1000)
+    """How many times more positions than in pretraining rope_scaling makes room for."""
+    rope_original_max_positions: Annotated[int | None, Optionally] = option("model", None, "tokens", ge=8, le=2**24)
+    """Positions in pretraining, for rope_scaling; default: what the model's config says."""
+    attn_implementation: Literal["auto", "varlen", "flex", "documents", "sdpa", "eager"] = option("model", "auto")
+    """Attention kernel; each keeps packed documents apart; auto: the fastest that supports device, dtype and model."""
+
+
+class MethodOptions(OptionGroup):
+    """Which of its weights are trained."""
+
+    method: Literal["full", "lora", "qlora"] = option("method", "lora")
+    """Train all weights, LoRA adapters on a frozen base, or LoRA adapters on a base quantized to 4 bits (nf4)."""
+    lora_r: int = option("method", 16, ge=1, le=4096)
+    """Rank of the adapters."""
+    lora_alpha: float = option("method", 32.0, gt=0)
+    """LoRA scaling; the adapters' output is multiplied by alpha / r."""
+    loraplus_lr_ratio: float = option("method", 1.0, ge=1, le=10**4)
+    """Learning rate of the adapters' B matrices over that of their A matrices (LoRA+); its paper advises 16."""
+    lora_dropout: float = option("method", 0.0, ge=0, lt=1)
+    """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
+    lora_target_modules: Names = option("method", ["all-linear"], min_length=1)
+    """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
+    use_rslora: bool = option("method", False)
+    """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""

@@ -1,0 +1,61 @@
+"""The options of the batch, the optimizer and its learning rate. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from trainers.config.option_types import Optionally, OptionGroup, Schedule, option
+
+
+class BatchOptions(OptionGroup):
+    """How many rows a step takes, and how many steps a run."""
+
+    global_batch_size: int = option("batch", 16, "rows", ge=1, le=10**9)
+    """Rows per optimizer step across all processes; gradient accumulation is derived from it."""
+    per_device_train_batch_size: int = option("batch", 1, "rows", ge=1, le=2**20)
+    """Rows per micro-batch on each process; changes speed and memory, not the result."""
+    per_device_eval_batch_size: int = option("batch", 8, "rows", ge=1, le=2**20)
+    """Rows per evaluation batch on each process."""
+    num_train_epochs: float = option("batch", 1.0, "epochs", gt=0, le=10**9)
+    """Passes over the training data."""
+    max_steps: Annotated[int | None, Optionally] = option("batch", None, "steps", ge=1, le=10**12)
+    """Number of optimizer steps; overrides `num_train_epochs`."""
+
+
+class OptimizerOptions(OptionGroup):
+    """How weights are updated."""
+
+    optim: Literal["adamw", "adamw_8bit"] = option("optimizer", "adamw")
+    """AdamW with fp32 states, or with 8-bit states: a quarter of the memory; not covered by the parity promise."""
+    learning_rate: float = option("optimizer", 2e-4, gt=0, le=10)
+    """Peak learning rate of AdamW."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = option("optimizer", "none")
+    """Scale the learning rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
+    lr_scaling_batch_size: Annotated[int | None, Optionally] = option("optimizer", None, "rows", ge=1, le=10**9)
+    """Global batch size for which `learning_rate` was chosen."""
+    lr_scheduler_type: Schedule = option("optimizer", "cosine")
+    """Learning-rate schedule after warm-up."""
+    min_lr_ratio: float = option("optimizer", 0.0, ge=0, le=1)
+    """Final learning rate of the schedules that decay, as a fraction of the peak."""
+    lr_num_cycles: int = option("optimizer", 1, "cycles", ge=1, le=10**6)
+    """Cosines of cosine_with_restarts, each from the peak."""
+    lr_power: float = option("optimizer", 1.0, gt=0, le=100)
+    """Power of the polynomial schedule; 1 is linear."""
+    lr_decay_ratio: float = option("optimizer", 0.1, gt=0, le=1)
+    """Decay of warmup_stable_decay as a fraction of all steps; before it, the rate is constant."""
+    lr_decay_type: Literal["linear", "cosine", "1-sqrt"] = option("optimizer", "linear")
+    """Shape of that decay; 1-sqrt: 1 - the square root of what is over."""
+    warmup_steps: int = option("optimizer", 0, "steps", ge=0, le=10**12)
+    """Number of warm-up steps, over which the learning rate rises from 0; overrides `warmup_ratio`."""
+    warmup_ratio: float = option("optimizer", 0.0, ge=0, le=1)
+    """Warm-up as a fraction of all steps."""
+    weight_decay: float = option("optimizer", 0.0, ge=0)
+    """Decoupled weight decay, applied to matrices only; norms and biases are not decayed."""
+    adam_beta1: float = option("optimizer", 0.9, ge=0, lt=1)
+    """AdamW's beta1: decay rate of the first moment."""
+    adam_beta2: float = option("optimizer", 0.999, ge=0, lt=1)
+    """AdamW's beta2: decay rate of the second moment."""
+    adam_epsilon: float = option("optimizer", 1e-8, gt=0)
+    """AdamW's epsilon, added to the denominator for numerical stability."""
+    max_grad_norm: float = option("optimizer", 1.0, ge=0)
+    """Maximum global gradient norm; 0: log the norm without clipping."""
