@@ -28,9 +28,10 @@ BATCHES = 200
 
 def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     """Seconds of each phase, in this process; tokens are computed or read from the cache."""
-    from trainers.data.batches import Rows, TrainPlan
+    from trainers.data.batches import TrainPlan
     from trainers.data.packing import pack
     from trainers.data.prepare import prepare
+    from trainers.data.rows import Rows
 
     config = TrainConfig(
         model_name_or_path="embedded", dataset_name=str(data), max_length=2048, global_batch_size=16,

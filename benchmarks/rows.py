@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from trainers.config.options import TrainConfig
-from trainers.data.batches import Rows, TrainPlan
+from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
+from trainers.data.rows import Rows
 
 PROMPT_WORDS, ANSWER_WORDS, SPREAD = 12, 30, 0.9
 """Median words of a prompt and of an answer, and the standard deviation of their logarithms."""

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from trainers.data.batches import Rows, evaluation_batches
+from trainers.data.batches import evaluation_batches
+from trainers.data.rows import Rows
 from trainers.objectives.global_terms import divergence
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
@@ -30,8 +31,8 @@ def evaluate(
         beat: called with the section while it works.
     """
 
-    def summed(rows: Rows, kl: torch.Tensor | None = None) -> list[float]:
-        micro_batches = evaluation_batches(rows, batch_size, mesh.data_rank, mesh.sizes.data)
+    def summed(rows: Rows, kl: torch.Tensor | None = None, source: int | None = None) -> list[float]:
+        micro_batches = evaluation_batches(rows, batch_size, mesh.data_rank, mesh.sizes.data, source)
         sums = backend.evaluate(micro_batches if kl is None else (part.with_kl(kl) for part in micro_batches), beat)
         by_rank = ranks.gather((sums if mesh.contributes_loss else torch.zeros_like(sums)).tolist())
         return [sum(values) for values in zip(*by_rank, strict=True)]
@@ -40,9 +41,14 @@ def evaluate(
     kl, count = None, max(rows.divisor(), 1)
     if rows.mismatched is not None:  # the divergence is a mean over all of the data, as the other values are
         kl = divergence(torch.tensor(summed(rows.mismatched)[0], dtype=torch.float64), count)
-    mean, *metrics = (total / count for total in summed(rows, kl))
+    names = () if rows.mixed is None else rows.mixed.mix.names
+    by_source = [summed(rows, kl, source) for source in range(len(names))] or [summed(rows, kl)]
     backend.model.train()
+    mean, *metrics = (sum(totals) / count for totals in zip(*by_source, strict=True))
     scores = {"eval_loss": mean}
+    for source, name in enumerate(names):
+        if examples := rows.divisor(np.arange(*rows.bounds[source : source + 2])):
+            scores[f"eval_loss/{name}"] = by_source[source][0] / examples
     if rows.objective.loss_of == "labels":
         scores["eval_perplexity"] = math.exp(mean) if mean < 700 else math.inf
     by_name = zip(rows.objective.metrics, metrics, strict=True)

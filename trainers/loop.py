@@ -221,6 +221,7 @@ class TrainLoop:
             **values_by_rank(devices),
             "local_work_by_rank": [round(sample.local / sample.training, 4) for sample in samples],
             "tokens": progress.tokens,
+            **context.plan.source_metrics(progress.step),
             "elapsed_s": progress.elapsed_s,
             "recent_tokens_per_second": self.recent.tokens_per_second,
             "eta_s": (context.plan.total_steps - progress.step) * self.recent.step_seconds,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from trainers.data.batches import Rows
 from trainers.data.prepare import cache_dir
+from trainers.data.rows import Rows
 from trainers.evaluation import reference_log_probs
 from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.run.compatibility import PLACES, versions

@@ -23,11 +23,12 @@ from trainers.checkpoint.export import stop_tokens
 from trainers.config.objectives import ANSWER
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import columns_of_rewards
-from trainers.data.batches import Rows, TrainPlan
+from trainers.data.batches import TrainPlan
 from trainers.data.cache import TokenSet
 from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.prepare import load_tokenizer
 from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, prompts_digest, refuse_other_columns
+from trainers.data.rows import Rows
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.data.training_template import stop_token_ids
 from trainers.monitor.heartbeat import LONG_LIMIT

@@ -14,8 +14,9 @@ from torch import nn
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.lr_schedule import learning_rate
 from trainers.config.options import TrainConfig
-from trainers.data.batches import Rows, TrainPlan
+from trainers.data.batches import TrainPlan
 from trainers.data.micro_batch import StepBatch
+from trainers.data.rows import Rows
 from trainers.monitor import loss_guard
 from trainers.monitor.heartbeat import Heartbeat
 from trainers.monitor.metrics import MetricsFile
@@ -133,6 +134,9 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     loss_sum, stops, discards, saves, writing, *metrics, grad_norm, aux = torch.cat([summed, *numbers]).tolist()
     loss = loss_sum / max(batch.divisor, 1)
     extra = dict(zip(config.objective_spec.metrics, (total / max(batch.divisor, 1) for total in metrics), strict=False))
+    if by_source := batch.trained_by_source:
+        sums = zip(by_source.items(), metrics, strict=False)
+        extra = {f"loss/{name}": total / trained for (name, trained), total in sums if trained}
     if context.sampler is not None and context.sampler.served is not None:
         context.sampler.served.refuse_other_weights(extra["sampler_difference"])
 

@@ -13,8 +13,10 @@ FIXED_DATE = "2024-07-26"
 class DataOptions(OptionGroup):
     """What the model is trained on, and how rows become tokens."""
 
-    dataset_name: str = option("data", min_length=1)
+    dataset_name: Annotated[str | None, Optionally] = option("data", None)
     """Training data: a file, folder, glob or Hub id; `embedded` is the data set that ships with Tunesmith."""
+    mix: Annotated[str | None, Optionally] = option("data", None)
+    """YAML file of sources and their weights, in place of `dataset_name`; see docs/data.md."""
     dataset_config_name: Annotated[str | None, Optionally] = option("data", None)
     """Configuration (subset) of a Hub data set."""
     dataset_split: str = option("data", "train", min_length=1)

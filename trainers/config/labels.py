@@ -52,6 +52,7 @@ LABELS = {
     "center_rewards_coefficient": "Pull of the scores towards 0",
     # Data
     "dataset_name": "Training data",
+    "mix": "Mix of training data",
     "dataset_config_name": "Subset of the Hub data",
     "dataset_split": "Split to train on",
     "eval_dataset_name": "Evaluation data",

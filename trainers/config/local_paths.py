@@ -12,8 +12,8 @@ from trainers.config.options import EMBEDDED, TrainConfig
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the config with local paths made absolute, so that a saved config works from any folder."""
     names = (
-        "model_name_or_path", "teacher", "teacher_log_probs", "dataset_name", "eval_dataset_name", "chat_template",
-        "recorded_answers", "reward_schema",
+        "model_name_or_path", "teacher", "teacher_log_probs", "dataset_name", "mix", "eval_dataset_name",
+        "chat_template", "recorded_answers", "reward_schema",
     )  # fmt: skip
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}

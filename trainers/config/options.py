@@ -168,6 +168,11 @@ class TrainConfig(
         return self.preset or (short_name(self.objective) if self.from_run else self.model_name_or_path)
 
     @property
+    def training_data(self) -> str:
+        """Name of the training data, as the user gave it: of a data set, or of the file of a mix."""
+        return self.mix or self.dataset_name or ""
+
+    @property
     def objective_spec(self) -> ObjectiveSpec:
         """What the objective needs and reports, under the config's `loss_type`.
 

@@ -28,10 +28,12 @@ def without_preset_data(
         The remaining values, and a line that lists what was removed (no line if nothing was).
     """
     # Other training data replaces all data options; other evaluation data only those of evaluation.
-    own = [key for key in ("dataset_name", "eval_dataset_name") if _replaced(preset, chosen, key)]
+    own = ["mix"] if _set(chosen, "mix") else []
+    own += [key for key in ("dataset_name", "eval_dataset_name") if _replaced(preset, chosen, key)]
     if not own:
         return dict(preset), []
-    described = _DATA if "dataset_name" in own else _EVALUATION
+    described = _EVALUATION if own == ["eval_dataset_name"] else _DATA
+    described = ("dataset_name", *described) if "mix" in own else described
     gone = [key for key in described if key in preset and key not in chosen]
     left = {key: value for key, value in preset.items() if key not in gone}
     evaluates = any(_set({**left, **chosen}, key) for key in ("eval_dataset_name", "eval_share"))

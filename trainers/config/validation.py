@@ -41,6 +41,7 @@ def build(values: dict[str, Any]) -> TrainConfig:
         # Build a config of the valid options, so that conflicts between those are reported in the same error.
         bad = {str(detail["loc"][0]) for detail in error.errors()}
         required = {name: "x" for name, field in TrainConfig.model_fields.items() if field.is_required()}
+        required |= {"dataset_name": "x"} if "dataset_name" in bad else {}
         good = {name: value for name, value in values.items() if name not in bad}
         config = TrainConfig.model_validate({**required, **good})
     mistakes += conflicting_options(config)
@@ -56,13 +57,17 @@ def _explain(detail: dict[str, Any]) -> Mistake:
     if detail["type"] == "extra_forbidden":
         return unknown_option(name)
     if detail["type"] == "missing":
-        return Mistake(name, None, MISSING, f"give --{name} or pick a preset (`tunesmith presets`)")
+        return _missing(name)
     if detail["type"] == "literal_error":
         return Mistake(name, text, "is not a valid value", f"use {context['expected']}")
     field = TrainConfig.model_fields.get(name)
     extra: Any = field.json_schema_extra if field else {}
     unit = f" ({extra['unit']})" if extra.get("unit") else ""
     return Mistake(name, text, f"is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}", _default_hint(name))
+
+
+def _missing(name: str) -> Mistake:
+    return Mistake(name, None, MISSING, f"give --{name} or pick a preset (`tunesmith presets`)")
 
 
 def _default_hint(name: str) -> str:
@@ -121,6 +126,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
     ]  # fmt: skip
     return [
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
+        *_mix_conflicts(config),
         *_objective_conflicts(config),
         *_unknown_columns(config),
         *(
@@ -129,6 +135,25 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
             if name not in TRACKERS
         ),
     ]
+
+
+def _mix_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for training data that is not named, and for each option that does not fit a mix."""
+    if config.mix is None:
+        return [] if config.dataset_name else [_missing("dataset_name")]
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.dataset_name is not None,
+         "mix", config.mix, f"and dataset_name={config.dataset_name} are both set", "keep one (dataset_name=none)"),
+        (config.max_train_samples is not None,
+         "max_train_samples", config.max_train_samples, "with a mix, whose sources are cut each by itself",
+         "give sources a `limit` in the mix"),
+        (config.objective_spec.samples and config.recorded_answers is not None,
+         "recorded_answers", config.recorded_answers, "with a mix", "name the data with dataset_name"),
+        (config.teacher_log_probs is not None,
+         "teacher_log_probs", config.teacher_log_probs, "with a mix, whose rows are not those that were recorded",
+         "use teacher, or dataset_name"),
+    ]  # fmt: skip
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 
 
 def _unknown_columns(config: TrainConfig) -> Iterator[Mistake]:

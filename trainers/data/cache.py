@@ -55,6 +55,11 @@ class TokenSet:
         self._columns: npt.NDArray[np.uint8] = arrays["columns"]
         self._column_bytes: npt.NDArray[np.int64] = arrays["column_bytes"]
 
+    @property
+    def reports(self) -> list[Report]:
+        """The reports of its sources; it is one itself."""
+        return [self.report]
+
     def largest_token_id(self) -> int:
         """The largest token id of all documents."""
         return int(self._input_ids.max())

@@ -75,7 +75,7 @@ def ignored_files(config: TrainConfig, split: str) -> list[str]:
 
 def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]]:
     own_eval = split == "eval" and config.eval_dataset_name is not None
-    name = str(config.eval_dataset_name) if own_eval else config.dataset_name
+    name = str(config.eval_dataset_name if own_eval else config.dataset_name)
     part = config.eval_split if own_eval else config.dataset_split
     option, split_option = ("eval_dataset_name", "eval_split") if own_eval else ("dataset_name", "dataset_split")
     if name == EMBEDDED:

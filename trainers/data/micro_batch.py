@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainers.data.layout import DocumentLayout, ScoredDocuments, TopTokens
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     import torch
+
+
+class LabelSources(NamedTuple):
+    """Which source of a mix each label of a micro-batch is from.
+
+    Args:
+        of_label: `[labels]` number of the source.
+        number: how many sources there are.
+    """
+
+    of_label: torch.Tensor
+    number: int
+
+    def sums(self, losses: torch.Tensor, labels: slice = slice(None)) -> torch.Tensor:
+        """`[sources]` sum of the losses `[labels]` of each source; of some of the labels, if a slice is given."""
+        return losses.new_zeros(self.number).index_add_(0, self.of_label[labels], losses)
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class MicroBatch:
         scored: the documents whose log-probabilities the objective compares; None if it sums over tokens.
         taught: whether the objective compares with the distributions of a teacher; what that predicts at each label,
             if it was recorded.
+        sources: which source of a mix each label is from; None if their losses are not told apart.
     """
 
     input_ids: torch.Tensor
@@ -41,6 +58,7 @@ class MicroBatch:
     slots: int
     scored: ScoredDocuments | None = None
     taught: bool | TopTokens = False
+    sources: LabelSources | None = None
 
     @property
     def labels_or_documents(self) -> int:
@@ -67,6 +85,8 @@ class MicroBatch:
         }
         if self.taught is not False:
             moved["taught"] = self.taught if self.taught is True else self.taught.to(device, non_blocking=True)
+        if self.sources is not None:
+            moved["sources"] = LabelSources(self.sources.of_label.to(device, non_blocking=True), self.sources.number)
         if expert_weights is None:
             return moved
         return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}
@@ -84,6 +104,8 @@ class StepBatch:
         divisor: what the loss of the global batch is divided by: its trained tokens, or its examples.
         mismatched: this rank's micro-batches of the mismatched documents; the same number on every rank.
         metrics: what is known of the global batch before the step, such as the rewards of its answers.
+        trained_by_source: trained tokens of each source of a mix in the global batch; empty without `sources` in the
+            micro-batches.
     """
 
     micro_batches: list[MicroBatch]
@@ -93,3 +115,4 @@ class StepBatch:
     divisor: int
     mismatched: list[MicroBatch]
     metrics: Mapping[str, float] = field(default_factory=dict)
+    trained_by_source: Mapping[str, int] = field(default_factory=dict)

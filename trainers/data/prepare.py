@@ -21,12 +21,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.mix import Mix, Source, config_of, read_mix
 from trainers.config.objectives import FORMAT_COLUMNS, SFT_FORMATS
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import columns_of_rewards
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import OPTIONAL, recognise, unrecognised, wanted_columns
+from trainers.data.mix import MixedSet
 from trainers.data.progress import Progress, say
 from trainers.data.report import LONGER, TOO_LONG, Report
 from trainers.data.rollouts import refuse_missing_columns
@@ -60,11 +62,33 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
         ConfigError: if the data or the model cannot be read, rows are bad (unless `bad_rows=skip`) or too long (under
             `overlong=refuse`), the cache cannot be written, or no document is left.
     """
+    if mix := mix_of(config, split):
+        return MixedSet(mix, [_prepare_source(config, source, split) for source in mix.sources], str(config.mix), split)
     token_set = tokenised(config, split)
     refuse_bad(token_set.report, config)
     refuse_missing_numbers(config, token_set)
     refuse_missing_columns(config, token_set)
     return token_set
+
+
+def mix_of(config: TrainConfig, split: Split) -> Mix | None:
+    """The mix that a split is made of; None if it is a data set of its own.
+
+    Raises:
+        ConfigError: if the mix cannot be read.
+    """
+    if config.mix is None or (split == "eval" and config.eval_dataset_name is not None):
+        return None
+    return read_mix(config.mix)
+
+
+def _prepare_source(config: TrainConfig, source: Source, split: Split) -> TokenSet:
+    """The tokenised documents of a source of a mix."""
+    of_source = config_of(config, source)
+    try:
+        return prepare(of_source, split)
+    except ConfigError as error:
+        raise ConfigError(error.mistakes, source=f"{config.mix}: source {source.label}") from None
 
 
 def tokenised(config: TrainConfig, split: Split) -> TokenSet:
@@ -84,8 +108,13 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
 
 
 def cached(config: TrainConfig, split: Split) -> TokenSet | None:
-    """The tokenised documents of one split, if they are cached and the data is unchanged; otherwise None."""
+    """The tokenised documents of one split, if they are cached and the data is unchanged; of a mix, the first source.
+
+    Otherwise None.
+    """
     try:
+        mix = mix_of(config, split)
+        config = config if mix is None else config_of(config, mix.sources[0])
         fingerprint = data_fingerprint(config, split)
     except ConfigError:
         return None
@@ -181,11 +210,14 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
 
 
 def report_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
-    """The lines that a run prints about its data; a chat template that both splits have is shown once."""
-    if evaluation is None:
-        return train.report.lines()
-    template = [] if train.report.template else evaluation.report.template
-    return [*train.report.lines(), *replace(evaluation.report, template=template).lines()]
+    """The lines that a run prints about its data; a chat template that several sets have is shown once."""
+    sets = [train] if evaluation is None else [train, evaluation]
+    reports = [report for documents in sets for report in documents.reports]
+    lines, templates = list[str](), list[list[str]]()
+    for report in reports:
+        lines += replace(report, template=[] if report.template in templates else report.template).lines()
+        templates.append(report.template)
+    return lines
 
 
 def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:
@@ -199,7 +231,7 @@ def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> O
 
 
 def _dataset(config: TrainConfig, split: Split) -> str:
-    return config.eval_dataset_name if split == "eval" and config.eval_dataset_name else config.dataset_name
+    return config.eval_dataset_name if split == "eval" and config.eval_dataset_name else config.training_data
 
 
 def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments, TopTokens
+from trainers.data.micro_batch import LabelSources
 from trainers.objectives.distillation import Head, attach, compare_heads
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import Score, VocabularyShard, scored_log_probs
@@ -127,6 +128,7 @@ class LossModule(nn.Module):
         of_teacher: bool = False,
         per_label: bool = False,
         request: SampleRequest | None = None,
+        sources: LabelSources | None = None,
     ) -> Any:
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
 
@@ -134,8 +136,7 @@ class LossModule(nn.Module):
         Without `scored`, their sum takes the place of the loss.
 
         Args:
-            input_ids: `[batch, sequence]`.
-            position_ids: `[batch, sequence]`, restarting at each document.
+            input_ids, position_ids: `[batch, sequence]`; positions restart at each document.
             documents: boundaries of the documents in packed rows; None for one document per row.
             positions: `[trained]` index into the flattened batch of the token before each trained one.
             labels: `[trained]` the trained tokens.
@@ -148,20 +149,20 @@ class LossModule(nn.Module):
             of_teacher: compute the supervised loss of the teacher, for the probe.
             per_label: return the log-probability `[labels]` of each label in place of the loss.
             request: prompts to answer; then nothing else is computed, and the answers are returned.
+            sources: which source of a mix each label is from.
 
         Returns:
             The summed loss (fp32 scalar), and the number of correctly predicted tokens (int64 scalar; the chunked loss
-            counts 0 with gradients) or the metrics `[metrics]` of the objective. Gradients include those of the
-            load-balancing loss, the loss does not. With `real_tokens` but no `expert_weights`: routing counts
-            (`LoadBalancing.count`) in place of the loss.
+            counts 0 with gradients), the loss of each of the `sources`, or the metrics `[metrics]` of the objective.
+            Gradients include those of the load-balancing loss, the loss does not. With `real_tokens` but no
+            `expert_weights`: routing counts (`LoadBalancing.count`) in place of the loss.
         """
         if of_teacher:
             return self.teacher(input_ids, position_ids, documents, positions, labels, own_forward)
         batch = (input_ids, position_ids, documents, positions, labels)
         score = _each if per_label else self._objective_of(scored, only_log_probs, batch)
-        half = self.compute != torch.float32
         # Autocast's cache would keep a half-precision copy of every weight until the end of the pass, sharded or not.
-        with torch.autocast(input_ids.device.type, self.compute, enabled=half, cache_enabled=False):
+        with torch.autocast(input_ids.device.type, self.compute, self.compute != torch.float32, cache_enabled=False):
             if request is not None:
                 return sample(self.base, request, input_ids.device)
             if own_forward and (self.tensor is None or self.tensor.by_expert):
@@ -173,7 +174,7 @@ class LossModule(nn.Module):
                     routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
                     return self.balancing.count(routed, real_tokens), labels.new_zeros(())
                 if not self.chunked and taught is False:
-                    return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score)
+                    return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score, sources)
                 output = self.output(inputs)
             picked = self.picked(output, positions)
         if self.scores_ends:
@@ -185,7 +186,7 @@ class LossModule(nn.Module):
             if taught is not False:
                 loss, metrics = self._taught(batch, picked, taught)
             elif score is None:
-                loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule)
+                loss, metrics = self.cross_entropy(picked, head.weight, head.bias, labels, *self.rule, sources)
             else:
                 loss, metrics = scored_log_probs(
                     picked, head.weight, head.bias, labels, self.rule, self.vocabulary, score, self.temperature
@@ -340,6 +341,7 @@ class LossModule(nn.Module):
         real: torch.Tensor | None = None,
         expert_weights: torch.Tensor | None = None,
         score: Score | None = None,
+        sources: LabelSources | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.scores_ends:
             return _summed(self._own_end_scores(inputs, positions), labels, score)
@@ -349,6 +351,9 @@ class LossModule(nn.Module):
         if score is not None:
             picked = picked / self.temperature if self.temperature != 1.0 else picked
             loss, metrics = score(-functional.cross_entropy(picked, labels, reduction="none"))
+        elif sources is not None:
+            losses = functional.cross_entropy(picked, labels, reduction="none")
+            loss, metrics = losses.sum(), sources.sums(losses.detach())
         else:
             metrics = (picked.detach().argmax(-1) == labels).sum()
             loss = functional.cross_entropy(picked, labels, reduction="sum")

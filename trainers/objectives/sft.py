@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from trainers.data.micro_batch import LabelSources
+
 # 32M fp32 logits (128 MiB) at once. Chunks depend only on the vocabulary size, so that all strategies chunk equally.
 LOGITS_PER_CHUNK = 2**25
 
@@ -29,11 +31,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         rule: tuple[float, float | None],
         want_gradients: bool,
+        sources: LabelSources | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scale, cap = rule
         compute = weight.to(hidden.dtype)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        by_source = None if sources is None else loss.new_zeros(sources.number)
         hidden_gradient = torch.zeros_like(hidden) if want_gradients and ctx.needs_input_grad[0] else None
         head_needs = want_gradients and ctx.needs_input_grad[1]
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if head_needs else None
@@ -48,7 +52,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             capped = torch.tanh(logits / cap) if cap is not None else None
             logits = capped * cap if capped is not None and cap is not None else logits
             log_sum = logits.logsumexp(-1, keepdim=True)
-            loss += (log_sum - logits.gather(1, targets)).sum()
+            losses = log_sum - logits.gather(1, targets)
+            loss += losses.sum()
+            if sources is not None and by_source is not None:
+                by_source += sources.sums(losses[:, 0], slice(start, start + size))
             if not want_gradients:
                 correct += (logits.argmax(-1, keepdim=True) == targets).sum()
                 continue
@@ -66,15 +73,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if weight_gradient is not None:
                 weight_gradient += gradient.t() @ rows
         ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        metrics = correct if by_source is None else by_source
+        ctx.mark_non_differentiable(metrics)
+        return loss, metrics
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         factor = upstream[0].float()  # bf16 would round the factor by up to 0.4 %
         hidden, weight, bias = (None if grad is None else scaled(grad, factor) for grad in ctx.gradients)
         del ctx.gradients
-        return hidden, weight, bias, None, None, None
+        return hidden, weight, bias, None, None, None, None
 
 
 def scaled(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -90,6 +98,7 @@ def linear_cross_entropy(
     labels: torch.Tensor,
     scale: float = 1.0,
     cap: float | None = None,
+    sources: LabelSources | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy of `cap * tanh(scale * (hidden @ weight.T + bias) / cap)`, in chunks of tokens.
 
@@ -100,9 +109,11 @@ def linear_cross_entropy(
         labels: `[tokens]` target ids, all of them trained.
         scale: factor on the logits.
         cap: softcap of the logits (Gemma 2); None for none.
+        sources: which source of a mix each label is from.
 
     Returns:
-        The summed loss (fp32 scalar) and the number of correctly predicted tokens (counted only without gradients).
+        The summed loss (fp32 scalar), and the number of correctly predicted tokens (counted only without gradients) or
+        `[sources]` the loss of each source.
     """
     want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want)
+    return _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want, sources)

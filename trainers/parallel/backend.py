@@ -85,7 +85,7 @@ class Backend(ABC):
                 with first_forward if first_forward and index == 0 else nullcontext():
                     loss, values = self.model(**micro_batch.inputs(self.device, expert_weights))
                 total += loss.detach()
-                if micro_batch.scored is not None:
+                if micro_batch.scored is not None or micro_batch.sources is not None:
                     metrics = values if index == 0 else metrics + values
                 beat("backward")
                 self.backward(loss * share)

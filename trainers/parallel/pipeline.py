@@ -219,8 +219,9 @@ class Pipelined(Backend):
         beat("all-reduce")
         self._average()
         self._sum_tied()
-        distributed.all_reduce(self.work.loss, group=self.group)  # 0 on all ranks but the last stage's
-        return self.work.loss, torch.zeros(0, device=self.device)
+        sums = torch.cat([self.work.loss.reshape(1), self.work.by_source])
+        distributed.all_reduce(sums, group=self.group)  # 0 on all ranks but the last stage's
+        return sums[0], sums[1:]
 
     def _make_room(self, count: int, slots: int) -> None:
         """Rebuilds stages and schedule if the number of micro-batches changed or `slots` exceed the buffers.

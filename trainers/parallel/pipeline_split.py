@@ -52,6 +52,7 @@ class Work:
         beat: called with `forward` and `backward` as they begin.
         loss: fp32 sum over the micro-batches so far; only on the rank of the last stage.
         correct: number of correctly predicted tokens; counted only without gradients.
+        by_source: `[sources]` loss of each source of a mix, in training; empty if they are not told apart.
     """
 
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
@@ -60,12 +61,15 @@ class Work:
     beat: Callable[[str], None] = lambda section: None
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     correct: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    by_source: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def take(self, micro_batches: list[dict[str, Any]], shares: Sequence[float], device: torch.device) -> None:
         """Starts a new step and resets the sums."""
         self.micro_batches, self.shares = micro_batches, shares
         self.loss = torch.zeros((), device=device)
         self.correct = torch.zeros((), dtype=torch.int64, device=device)
+        sources = micro_batches[0].get("sources")
+        self.by_source = torch.zeros(0 if sources is None else sources.number, device=device)
 
 
 class _Known(torch.autograd.Function):
@@ -176,10 +180,12 @@ class Chunk(nn.Module):
                 return loss.reshape(1)
             # Backpropagate through the head only, up to a detached copy; `_Known` continues from its gradient later.
             leaf = picked.detach().requires_grad_()
-            loss, _ = cross_entropy(leaf, head.weight, head.bias, labels, *rule)
+            sources = self.work.micro_batches[self.number].get("sources")
+            loss, metrics = cross_entropy(leaf, head.weight, head.bias, labels, *rule, sources)
             scaled = loss * share
             scaled.backward()
         self.work.loss = self.work.loss + loss.detach()
+        self.work.by_source = self.work.by_source if sources is None else self.work.by_source + metrics
         known: torch.Tensor = _Known.apply(picked, scaled.detach().reshape(1), leaf.grad)
         return known
 

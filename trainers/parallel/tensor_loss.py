@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from trainers.data.micro_batch import LabelSources
 from trainers.objectives import sft
 
 
@@ -26,12 +27,14 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         rule: tuple[float, float | None],
         want_gradients: bool,
         part: tuple[Any, int, int],
+        sources: LabelSources | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (scale, cap), (group, start, vocab_size) = rule, part
         compute = weight.to(hidden.dtype)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
+        by_source = None if sources is None else loss.new_zeros(sources.number)
         hidden_gradient = torch.zeros_like(hidden) if want_gradients and ctx.needs_input_grad[0] else None
         head_needs = want_gradients and ctx.needs_input_grad[1]
         weight_gradient = torch.zeros_like(weight, dtype=wide) if head_needs else None
@@ -58,7 +61,10 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
             sums = torch.cat([odds.sum(-1, keepdim=True), target], 1)
             distributed.all_reduce(sums, group=group)
             total, target = sums.split(1, 1)
-            loss += (total.log() - target).sum()
+            losses = total.log() - target
+            loss += losses.sum()
+            if sources is not None and by_source is not None:
+                by_source += sources.sums(losses[:, 0], slice(begin, begin + size))
             if not want_gradients:
                 # Break ties in favor of the lowest index, as a single process does.
                 first = torch.where(largest == top, largest_index + start, vocab_size)
@@ -83,8 +89,9 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         if hidden_gradient is not None:
             distributed.all_reduce(hidden_gradient, group=group)
         ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        metrics = correct if by_source is None else by_source
+        ctx.mark_non_differentiable(metrics)
+        return loss, metrics
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
@@ -92,7 +99,7 @@ class _VocabularyCrossEntropy(torch.autograd.Function):
         factor = upstream[0].to(wide)
         hidden, weight, bias = (None if grad is None else sft.scaled(grad, factor) for grad in ctx.gradients)
         del ctx.gradients
-        return hidden, weight, bias, None, None, None, None
+        return hidden, weight, bias, None, None, None, None, None
 
 
 def vocabulary_cross_entropy(
@@ -102,6 +109,7 @@ def vocabulary_cross_entropy(
     labels: torch.Tensor,
     scale: float = 1.0,
     cap: float | None = None,
+    sources: LabelSources | None = None,
     *,
     group: Any,
     start: int,
@@ -116,14 +124,16 @@ def vocabulary_cross_entropy(
         labels: `[tokens]` target ids, all of them trained, equal on every rank.
         scale: factor on the logits.
         cap: softcap of the logits; None for none.
+        sources: which source of a mix each label is from.
         group: the ranks that share the vocabulary, each with a contiguous range of it.
         start: first token id of this rank's range.
         vocab_size: size of the full vocabulary.
 
     Returns:
-        The summed loss (scalar, fp32 or wider) and the number of correctly predicted tokens (counted only without
-        gradients), equal on every rank. The gradient of `hidden` is summed over the ranks.
+        The summed loss (scalar, fp32 or wider), and the number of correctly predicted tokens (counted only without
+        gradients) or `[sources]` the loss of each source, equal on every rank. The gradient of `hidden` is summed over
+        the ranks.
     """
     want = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     part = (group, start, vocab_size)
-    return _VocabularyCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want, part)
+    return _VocabularyCrossEntropy.apply(hidden, weight, bias, labels, (scale, cap), want, part, sources)

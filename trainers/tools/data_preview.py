@@ -20,7 +20,7 @@ import numpy.typing as npt
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
-from trainers.data.batches import Rows, TrainPlan
+from trainers.data.batches import TrainPlan
 from trainers.data.files import DataFile, resolve
 from trainers.data.prepare import (
     TokenSet,
@@ -35,6 +35,7 @@ from trainers.data.prepare import (
 from trainers.data.progress import listeners
 from trainers.data.report import Report
 from trainers.data.rollouts import refuse_missing_columns
+from trainers.data.rows import Rows
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
 from trainers.data.template import training_encoder

@@ -20,12 +20,14 @@ from trainers.config.mistakes import ConfigError, Mistake, errors_about
 from trainers.config.objectives import ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
-from trainers.data.batches import Rows, TrainPlan
+from trainers.data.batches import TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
+from trainers.data.mix import MixedSet
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
+from trainers.data.rows import Rows
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.data.vocabulary import refuse_other_vocabulary
@@ -146,10 +148,12 @@ def make_rows(
     mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
     recorded = spec.teacher and config.teacher_log_probs is not None
     teacher = open_teacher_file(config, split, documents) if recorded else None
-    return Rows(
+    rows = Rows(
         documents, *layout, documents.desirable if spec.labelled else None, mismatched, _columns(spec, documents),
         teacher,
     )  # fmt: skip
+    rows.splits_loss = split == "train" and isinstance(documents, MixedSet) and spec.name == "sft"
+    return rows
 
 
 def _columns(spec: ObjectiveSpec, documents: TokenSet) -> dict[str, np.ndarray]:

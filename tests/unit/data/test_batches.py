@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
-from trainers.data.batches import Rows, TrainPlan, evaluation_batches
+from trainers.data.batches import TrainPlan, evaluation_batches
+from trainers.data.rows import Rows
 
 
 @dataclass

@@ -19,9 +19,9 @@ from tests.unit.objectives.test_sft_loss import EXTRA, TINY
 from tests.unit.parallel.tensor_parallel_ranks import ROPE
 from trainers.checkpoint.checkpoint import Checkpoints
 from trainers.config.options import TrainConfig
-from trainers.data.batches import Rows
 from trainers.data.layout import AttentionMetadata
 from trainers.data.micro_batch import MicroBatch
+from trainers.data.rows import Rows
 from trainers.model.attention import KERNELS
 from trainers.model.load import add_adapters
 from trainers.model.rotary import choose_by_document

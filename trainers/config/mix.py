@@ -1,0 +1,178 @@
+"""A mix of training data: a YAML file that lists sources and their weights. Imports no torch.
+
+stopping_strategy: first_exhausted
+sources:
+  - dataset_name: chat.jsonl
+    weight: 3
+  - dataset_name: org/code
+    weight: 1
+    limit: 20000
+    loss: all
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from fractions import Fraction
+from math import gcd, lcm
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainers.config.mistakes import ConfigError, Mistake, nearest
+from trainers.config.option_types import Pairs
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.yaml_file import read_yaml
+
+MAX_SOURCES = 100
+_NAME = re.compile(r"[\w.+-]{1,40}")
+_OWN = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by", "chat_template")
+"""Options of the run that a source may set for itself."""
+
+
+class Source(BaseModel):
+    """One source of a mix.
+
+    Attributes:
+        dataset_name: A file, folder, glob or Hub id; relative to the folder of the mix file.
+        name: Its name in logs and metrics; by default that of the file, folder or data set.
+        weight: Its share of the packed rows, relative to the other weights.
+        limit: Use only its first rows.
+        loss: `assistant` or `all`: what is trained; default: the run's `assistant_only_loss`.
+
+    The others are options of the run, which the source sets for itself.
+    """
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    dataset_name: Annotated[str, Field(min_length=1)]
+    name: str | None = None
+    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
+    limit: Annotated[int | None, Field(ge=1, le=10**12)] = None
+    loss: Literal["assistant", "all"] | None = None
+    dataset_config_name: str | None = None
+    dataset_split: str | None = None
+    dataset_format: str | None = None
+    columns: Pairs | None = None
+    sample_by: str | None = None
+    chat_template: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Its name in logs and metrics."""
+        if self.name is not None:
+            return self.name
+        path = Path(self.dataset_name.rstrip("/"))
+        stem = re.sub(r"[^\w.+-]+", "-", path.stem if path.suffix else path.name).strip("-")
+        return stem[:40] or "data"
+
+
+class Mix(BaseModel):
+    """The contents of a mix file.
+
+    Attributes:
+        sources: At least one; its order is that of the metrics.
+        stopping_strategy: An epoch ends before the first source would repeat a row (`first_exhausted`), or once every
+            source was read in full, while smaller ones repeat (`all_exhausted`).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    sources: Annotated[list[Source], Field(min_length=1, max_length=MAX_SOURCES)]
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the sources."""
+        return [source.label for source in self.sources]
+
+    def shares(self) -> list[int]:
+        """Integers in the exact ratio of the weights as they are written."""
+        exact = [Fraction(str(source.weight)) for source in self.sources]
+        scale = lcm(*(weight.denominator for weight in exact))
+        integers = [int(weight * scale) for weight in exact]
+        common = gcd(*integers)
+        return [integer // common for integer in integers]
+
+
+def read_mix(file: str) -> Mix:
+    """Reads a mix file; local paths in it become absolute.
+
+    Raises:
+        ConfigError: If it cannot be read, has unknown keys or invalid values, or two sources of one name.
+    """
+    path = Path(file).expanduser()
+    values = read_yaml(path)
+    try:
+        mix = Mix.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError([_explain(file, dict(detail)) for detail in error.errors()]) from None
+    for name, count in Counter(mix.names).items():
+        if count > 1:
+            raise ConfigError(
+                _mistake(file, f"has {count} sources of the name {name!r}", "give each a `name` of its own")
+            )
+        if not _NAME.fullmatch(name):
+            problem = f"names a source {name!r}"
+            raise ConfigError(_mistake(file, problem, "use at most 40 letters, digits and any of . _ + -"))
+    sources = [source.model_copy(update=_absolute(source, path.absolute().parent)) for source in mix.sources]
+    return mix.model_copy(update={"sources": sources})
+
+
+def config_of(config: TrainConfig, source: Source) -> TrainConfig:
+    """The config that reads one source as the only training data.
+
+    Args:
+        config: The run's, with a mix.
+        source: One of its sources.
+
+    Raises:
+        ConfigError: If an option of the source is invalid.
+    """
+    from trainers.config.validation import build
+
+    chosen = {name: value for name in _OWN if (value := getattr(source, name)) is not None}
+    if source.loss is not None:
+        chosen["assistant_only_loss"] = source.loss == "assistant"
+    values = {**config.model_dump(), "mix": None, "max_train_samples": source.limit, **chosen}
+    try:
+        return build({**values, "dataset_name": source.dataset_name})
+    except ConfigError as error:
+        raise ConfigError([_in_source(config.mix, source, mistake) for mistake in error.mistakes]) from None
+
+
+def _absolute(source: Source, folder: Path) -> dict[str, str]:
+    """The paths of a source that exist below the folder of its mix, made absolute; also globs."""
+    paths = {name: value for name in ("dataset_name", "chat_template") if (value := getattr(source, name))}
+    absolute = {}
+    for name, value in paths.items():
+        path = folder / Path(value).expanduser()
+        is_glob = name == "dataset_name" and any(mark in value for mark in "*?[") and "://" not in value
+        if value != EMBEDDED and (name == "chat_template" or is_glob or path.exists() or value.startswith((".", "~"))):
+            absolute[name] = str(path.absolute())
+    return absolute
+
+
+def _explain(file: str, detail: dict[str, Any]) -> Mistake:
+    """Converts a pydantic error to a mistake."""
+    where = [str(part) for part in detail["loc"]]
+    if where[0] == "sources" and len(where) > 2:
+        where = [f"source {int(where[1]) + 1}", *where[2:3]]
+    location, value = ": ".join(where), repr(detail["input"])[:80]
+    if detail["type"] == "extra_forbidden":
+        known = list(Source.model_fields if len(where) > 1 else Mix.model_fields)
+        return _mistake(file, f"has an unknown key, {location}", nearest(where[-1], known, f"use {', '.join(known)}"))
+    if detail["type"] == "missing":
+        return _mistake(file, f"has no {location}", "list the data under `sources`, each with a `dataset_name`")
+    return _mistake(file, f"{location}={value} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}", "correct it")
+
+
+def _in_source(file: str | None, source: Source, mistake: Mistake) -> Mistake:
+    problem = f"source {source.label}: {mistake.option}={mistake.value} {mistake.problem}"
+    return _mistake(str(file), problem, mistake.remedy)
+
+
+def _mistake(file: str, problem: str, remedy: str) -> Mistake:
+    return Mistake("mix", file, problem, remedy)

@@ -1,0 +1,186 @@
+"""A mix of sources: their tokenised documents as one set, and the order in which their rows are trained.
+
+Each source is tokenised and cached by itself. Its documents share rows with documents of the same source only, so a
+weight is a share of rows. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from threading import Lock
+
+import numpy as np
+import numpy.typing as npt
+
+from trainers.config.mix import Mix
+from trainers.data.cache import TokenSet
+from trainers.data.report import Report
+
+
+class MixedSet(TokenSet):
+    """The documents of several sources, source after source.
+
+    Args:
+        mix: the sources' names and weights, and when an epoch ends.
+        parts: the documents of each source.
+        dataset: name of the mix.
+        split: `train` or `eval`.
+    """
+
+    def __init__(self, mix: Mix, parts: Sequence[TokenSet], dataset: str, split: str):  # no folder of its own
+        self.mix, self.parts = mix, list(parts)
+        names = zip(mix.names, mix.shares(), parts, strict=True)
+        weights = [[share, part.fingerprint] for _, share, part in names]
+        identity = json.dumps([mix.stopping_strategy if split == "train" else None, weights])
+        self.fingerprint = hashlib.sha256(f"mix {identity}".encode()).hexdigest()
+        self.bounds = np.cumsum([0, *map(len, parts)])
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.trained = np.concatenate([part.trained for part in parts])
+        self.desirable = np.concatenate([part.desirable for part in parts])
+        self.numbers = np.concatenate([part.numbers for part in parts])
+        self.report = Report(dataset, split, sorted({name for part in parts for name in part.report.formats}))
+        for part in parts:
+            self.report.merge(part.report)
+            self.report.files += part.report.files
+            self.report.held_out += part.report.held_out
+            self.report.left_out += part.report.left_out
+
+    def largest_token_id(self) -> int:
+        """The largest token id of all documents."""
+        return max(part.largest_token_id() for part in self.parts)
+
+    def document(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Token ids of a document, and the mask of trained tokens; read-only views."""
+        part, local = self._find(index)
+        return part.document(local)
+
+    def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Token ids of several documents, concatenated, and the mask of trained tokens; copies."""
+        tokens, masks = zip(*map(self.document, indices.tolist()), strict=True)
+        return np.concatenate(tokens), np.concatenate(masks)
+
+    def first_trained(self) -> npt.NDArray[np.int64]:
+        """`[documents]` tokens before the first trained one of each document."""
+        return np.concatenate([part.first_trained() for part in self.parts])
+
+    def last_tokens(self) -> npt.NDArray[np.int32]:
+        """`[documents]` last token of each document."""
+        return np.concatenate([part.last_tokens() for part in self.parts])
+
+    def columns(self, index: int) -> bytes:
+        """The columns of a document that rewards read: a JSON object by role, or nothing."""
+        part, local = self._find(index)
+        return part.columns(local)
+
+    def where(self, index: int) -> str:
+        """`file:line` of the row that a document comes from."""
+        part, local = self._find(index)
+        return part.where(local)
+
+    @property
+    def reports(self) -> list[Report]:
+        """The report of each source, which names it."""
+        named = zip(self.mix.names, self.parts, strict=True)
+        return [replace(part.report, dataset=f"{name} ({part.report.dataset})") for name, part in named]
+
+    def _find(self, index: int) -> tuple[TokenSet, int]:
+        source = int(np.searchsorted(self.bounds, index, side="right")) - 1
+        return self.parts[source], int(index - self.bounds[source])
+
+
+class MixOrder:
+    """The row of each position in a run: sources by weight, and the rows of each in a new order at every pass.
+
+    Of the first `n` rows of a run, the number of each source differs from its share by less than one, for every `n`:
+    R. Tijdeman, The chairman assignment problem (1980). A source goes on from epoch to epoch where it stopped, so that
+    all of its rows are read before one is repeated.
+
+    Args:
+        bounds: `[sources + 1]` first row of each source, and the end.
+        mix: the weights, and when an epoch ends.
+        seed: seed of the order within a source.
+    """
+
+    def __init__(self, bounds: npt.NDArray[np.int64], mix: Mix, seed: int):
+        self.bounds, self.mix, self.seed = bounds, mix, seed
+        self.rows: list[int] = np.diff(bounds).tolist()
+        self.shares = mix.shares()
+        self.period = sum(self.shares)
+        self._chosen = bytearray()  # the source of each position, up to the end of the first period
+        self._counts = [0] * len(self.shares)  # rows of each source in `_chosen`
+        self._lock = Lock()  # the next batch is prepared by another thread
+        self._order: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch: as many as repeat no row of any source, or as many as read every source in full."""
+        ratios = [(rows * self.period, share) for rows, share in zip(self.rows, self.shares, strict=True)]
+        if self.mix.stopping_strategy == "first_exhausted":
+            return min(rows // share for rows, share in ratios)
+        return max(-(-rows // share) for rows, share in ratios)
+
+    def sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The source of each position from `start` to `stop`."""
+        positions = np.arange(start, stop) % self.period
+        return np.frombuffer(self._until(positions), dtype=np.uint8)[positions].astype(np.int64)
+
+    def counts(self, position: int) -> npt.NDArray[np.int64]:
+        """`[sources]` rows of each source before a position."""
+        periods, rest = divmod(position, self.period)
+        chosen = np.frombuffer(self._until(np.arange(rest)), dtype=np.uint8)[:rest]
+        return periods * np.array(self.shares) + np.bincount(chosen, minlength=len(self.shares))
+
+    def rows_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The row numbers at the positions from `start` to `stop`."""
+        sources, before = self.sources(start, stop), self.counts(start)
+        rows = np.empty(stop - start, dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            where = np.flatnonzero(sources == source)
+            passes, index = np.divmod(before[source] + np.arange(len(where)), self.rows[source])
+            for number in np.unique(passes).tolist():
+                chosen = passes == number
+                rows[where[chosen]] = self.bounds[source] + self._pass(source, number)[index[chosen]]
+        return rows
+
+    def values_until(self, position: int, values: npt.NDArray[np.int64]) -> list[int]:
+        """`[sources]` sum over the rows before a position of a value `[rows]` of each row."""
+        sums = []
+        for source, count in enumerate(self.counts(position).tolist()):
+            of_source = values[self.bounds[source] : self.bounds[source + 1]]
+            passes, rest = divmod(count, self.rows[source])
+            sums.append(passes * int(of_source.sum()) + int(of_source[self._pass(source, passes)[:rest]].sum()))
+        return sums
+
+    def _pass(self, source: int, number: int) -> npt.NDArray[np.int64]:
+        """The order of a source's rows in one pass over them."""
+        known, order = self._order.get(source, (-1, None))
+        if known != number or order is None:
+            rng = np.random.Generator(np.random.PCG64([self.seed, source, number]))
+            order = rng.permutation(self.rows[source])
+            self._order[source] = number, order
+        return order
+
+    def _until(self, positions: npt.NDArray[np.int64]) -> bytes:
+        """The source of each position of the first period, as far as the given positions need it."""
+        end = int(positions.max(initial=-1)) + 1
+        with self._lock:
+            while len(self._chosen) < end:
+                self._choose()
+            return bytes(memoryview(self._chosen)[:end])
+
+    def _choose(self) -> None:
+        """Chooses the source of the next position: of those whose turn has come, the one whose turn ends first."""
+        position, several = len(self._chosen) + 1, max(2 * len(self.shares) - 2, 1)
+        best, deadline = 0, (1, 0)  # as a fraction; 1/0 is later than any
+        for source, (share, count) in enumerate(zip(self.shares, self._counts, strict=True)):
+            behind = several * (share * position - self.period * count)
+            if behind < self.period and several > 1:
+                continue
+            left = (several - 1) * self.period - behind
+            if left * deadline[1] < deadline[0] * share:
+                best, deadline = source, (left, share)
+        self._chosen.append(best)
+        self._counts[best] += 1
