@@ -36,7 +36,7 @@ from trainers.strategy.mesh_options import read_sizes, with_sizes
 from trainers.strategy.micro_batch import OPTION
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
-PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "eval_dataset_name",
+PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "mix", "eval_dataset_name",
           "chat_template", "cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")  # fmt: skip
 _DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
 _YAML_SUFFIXES = (".yaml", ".yml")

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.console import shortened
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mix import read_mix
 from trainers.config.objective_file import split_objective
 from trainers.config.options import EMBEDDED
 from trainers.config.validation import URL
@@ -19,7 +20,7 @@ from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
 INPUTS = (
-    "model_name_or_path", "from_run", "teacher", "teacher_log_probs", "recorded_answers", "dataset_name",
+    "model_name_or_path", "from_run", "teacher", "teacher_log_probs", "recorded_answers", "dataset_name", "mix",
     "eval_dataset_name", "chat_template", "reward_schema",
 )  # fmt: skip
 OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
@@ -46,8 +47,12 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mist
     mistakes = []
     for name in (*INPUTS, *OUTPUTS):
         value = str(values.get(name) or "")
-        if value.lower() not in ("", "none", "null") and (reason := _refused(name, value, roots)):
+        if value.lower() in ("", "none", "null"):
+            continue
+        if reason := _refused(name, value, roots):
             mistakes.append(Mistake(name, shortened(value), reason))
+        elif name == "mix":
+            mistakes += _source_mistakes(value, roots)
     rewards = values.get("reward_funcs") or ""
     listed = rewards if isinstance(rewards, list | tuple) else str(rewards).split(",")
     for name, value in (("objective", values.get("objective") or ""), *(("reward_funcs", reward) for reward in listed)):
@@ -61,6 +66,20 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mist
     if url.lower() not in ("", "none", "null") and url.partition("://")[0].lower() not in STORES:
         mistakes.append(Mistake("checkpoint_url", shortened(url), "is not an object store", f"use {', '.join(STORES)}"))
     return mistakes
+
+
+def _source_mistakes(mix: str, roots: Sequence[Path]) -> Iterator[Mistake]:
+    """A mistake for each path in a mix file that is refused."""
+    try:
+        sources = read_mix(mix).sources
+    except ConfigError as error:
+        yield from error.mistakes
+        return
+    for source in sources:
+        for name in ("dataset_name", "chat_template"):
+            value = getattr(source, name)
+            if value and (reason := _refused(name, value, roots)):
+                yield Mistake(name, shortened(value), reason, source=f"mix {shortened(mix)}")
 
 
 def strategy_mistake(name: str, roots: Sequence[Path]) -> Mistake | None:

@@ -302,8 +302,10 @@ def known_notes(config: TrainConfig) -> list[str]:
 def _data_key(values: Mapping[str, Any]) -> str | None:
     """A key of all that determines the number of rows: data and tokenizer options, state of the files, split seed.
 
-    None for a folder or a glob.
+    None for a mix, a folder or a glob.
     """
+    if not values["dataset_name"]:
+        return None
     if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
         return None
     deciding = {option.name: values[option.name] for option in fields() if option.section in ("model", "data")}

@@ -38,8 +38,8 @@ _MOST_CORNERS = 256
 _LENGTH = ("max_steps", "num_train_epochs")
 _SUBMITTED = 8
 """Runs in SLURM at once by default; sites limit how many jobs a user may submit."""
-_PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "eval_dataset_name",
-          "chat_template")  # fmt: skip
+_PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "mix",
+          "eval_dataset_name", "chat_template")  # fmt: skip
 SWEEP = Verb(
     "sweep",
     "Train with several values of some options, such as --learning_rate 1e-4,3e-4 --lora_r 8,16: an ordinary run for "

@@ -140,7 +140,7 @@ def config_of(config: TrainConfig, source: Source) -> TrainConfig:
     try:
         return build({**values, "dataset_name": source.dataset_name})
     except ConfigError as error:
-        raise ConfigError([_in_source(config.mix, source, mistake) for mistake in error.mistakes]) from None
+        raise ConfigError(error.mistakes, source=f"{config.mix}: source {source.label}") from None
 
 
 def _absolute(source: Source, folder: Path) -> dict[str, str]:
@@ -167,11 +167,6 @@ def _explain(file: str, detail: dict[str, Any]) -> Mistake:
     if detail["type"] == "missing":
         return _mistake(file, f"has no {location}", "list the data under `sources`, each with a `dataset_name`")
     return _mistake(file, f"{location}={value} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}", "correct it")
-
-
-def _in_source(file: str | None, source: Source, mistake: Mistake) -> Mistake:
-    problem = f"source {source.label}: {mistake.option}={mistake.value} {mistake.problem}"
-    return _mistake(str(file), problem, mistake.remedy)
 
 
 def _mistake(file: str, problem: str, remedy: str) -> Mistake:

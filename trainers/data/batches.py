@@ -123,8 +123,8 @@ class TrainPlan:
         position = step * self.config.global_batch_size
         shares = self.mix_order.counts(position) / position
         tokens = self.mix_order.values_until(position, self.rows.lengths)
-        named = zip(self.mix_order.mix.names, shares.tolist(), tokens, strict=True)
-        return {f"{kind}/{name}": value for name, share, count in named
+        labelled = zip(self.mix_order.mix.names, shares.tolist(), tokens, strict=True)
+        return {f"{kind}/{name}": value for name, share, count in labelled
                 for kind, value in (("share", share), ("tokens", count))}  # fmt: skip
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:

@@ -83,8 +83,8 @@ class MixedSet(TokenSet):
     @property
     def reports(self) -> list[Report]:
         """The report of each source, which names it."""
-        named = zip(self.mix.names, self.parts, strict=True)
-        return [replace(part.report, dataset=f"{name} ({part.report.dataset})") for name, part in named]
+        labelled = zip(self.mix.names, self.parts, strict=True)
+        return [replace(part.report, dataset=f"{name} ({part.report.dataset})") for name, part in labelled]
 
     def _find(self, index: int) -> tuple[TokenSet, int]:
         source = int(np.searchsorted(self.bounds, index, side="right")) - 1
@@ -129,8 +129,8 @@ class MixOrder:
 
     def counts(self, position: int) -> npt.NDArray[np.int64]:
         """`[sources]` rows of each source before a position."""
-        periods, rest = divmod(position, self.period)
-        chosen = np.frombuffer(self._until(np.arange(rest)), dtype=np.uint8)[:rest]
+        periods, left = divmod(position, self.period)
+        chosen = np.frombuffer(self._until(np.arange(left)), dtype=np.uint8)[:left]
         return periods * np.array(self.shares) + np.bincount(chosen, minlength=len(self.shares))
 
     def rows_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
@@ -150,8 +150,8 @@ class MixOrder:
         sums = []
         for source, count in enumerate(self.counts(position).tolist()):
             of_source = values[self.bounds[source] : self.bounds[source + 1]]
-            passes, rest = divmod(count, self.rows[source])
-            sums.append(passes * int(of_source.sum()) + int(of_source[self._pass(source, passes)[:rest]].sum()))
+            passes, left = divmod(count, self.rows[source])
+            sums.append(passes * int(of_source.sum()) + int(of_source[self._pass(source, passes)[:left]].sum()))
         return sums
 
     def _pass(self, source: int, number: int) -> npt.NDArray[np.int64]:

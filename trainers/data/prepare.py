@@ -21,7 +21,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.mix import Mix, Source, config_of, read_mix
+from trainers.config.mix import Mix, config_of, read_mix
 from trainers.config.objectives import FORMAT_COLUMNS, SFT_FORMATS
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import columns_of_rewards
@@ -62,8 +62,6 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
         ConfigError: if the data or the model cannot be read, rows are bad (unless `bad_rows=skip`) or too long (under
             `overlong=refuse`), the cache cannot be written, or no document is left.
     """
-    if mix := mix_of(config, split):
-        return MixedSet(mix, [_prepare_source(config, source, split) for source in mix.sources], str(config.mix), split)
     token_set = tokenised(config, split)
     refuse_bad(token_set.report, config)
     refuse_missing_numbers(config, token_set)
@@ -82,19 +80,34 @@ def mix_of(config: TrainConfig, split: Split) -> Mix | None:
     return read_mix(config.mix)
 
 
-def _prepare_source(config: TrainConfig, source: Source, split: Split) -> TokenSet:
-    """The tokenised documents of a source of a mix."""
-    of_source = config_of(config, source)
-    try:
-        return prepare(of_source, split)
-    except ConfigError as error:
-        raise ConfigError(error.mistakes, source=f"{config.mix}: source {source.label}") from None
+def files_of(config: TrainConfig, split: Split) -> list[DataFile]:
+    """The files of the data, over all sources of a mix.
+
+    Raises:
+        ConfigError: if the data does not exist or cannot be read.
+    """
+    mix = mix_of(config, split)
+    configs = [config] if mix is None else [config_of(config, source) for source in mix.sources]
+    return [file for of_source in configs for file in resolve(of_source, split)]
+
+
+def _tokenise_sources(config: TrainConfig, mix: Mix, split: Split) -> MixedSet:
+    parts = []
+    for source in mix.sources:
+        of_source = config_of(config, source)
+        try:
+            parts.append(tokenised(of_source, split))
+        except ConfigError as error:
+            raise ConfigError(error.mistakes, source=f"{config.mix}: source {source.label}") from None
+    return MixedSet(mix, parts, str(config.mix), split)
 
 
 def tokenised(config: TrainConfig, split: Split) -> TokenSet:
     """Like `prepare`, but rows that training would refuse are left out and counted in the report."""
     if split == "eval" and not config.has_evaluation():
         raise ConfigError("there is no evaluation data; set eval_dataset_name or eval_share")
+    if mix := mix_of(config, split):
+        return _tokenise_sources(config, mix, split)
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
     folder = cache_dir(config) / fingerprint

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreame
 
 from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import TrainConfig
+from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
 from trainers.data.formats import RowError
 from trainers.data.template import Encoder
@@ -157,7 +157,7 @@ def _config(request: dict[str, Any]) -> TrainConfig:
         config = TrainConfig(
             model_name_or_path=request["model"],
             model_revision=request.get("revision"),
-            dataset_name="none",
+            dataset_name=EMBEDDED,
             packing=False,
             mixed_precision="bf16" if bf16 else "no",
         )

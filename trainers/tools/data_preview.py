@@ -21,11 +21,13 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
-from trainers.data.files import DataFile, resolve
+from trainers.data.files import DataFile
 from trainers.data.prepare import (
     TokenSet,
+    files_of,
     formats_of,
     load_tokenizer,
+    mix_of,
     options_of,
     refuse_bad,
     refuse_missing_numbers,
@@ -68,7 +70,7 @@ class Preview:
 
     def __init__(self, config: TrainConfig):
         self.config = config
-        self.files = resolve(config, "train")
+        self.files = files_of(config, "train")
         self.tokenizer = load_tokenizer(config)
         self.encoder = training_encoder(config, self.tokenizer)
         self.encoder.may_die = True  # this process may end; its parent reports that and starts another
@@ -341,7 +343,9 @@ class _Previews:
     def of(self, values: dict[str, Any]) -> Iterator[Preview]:
         """The preview of a config; rebuilt if its files have changed, or if an earlier answer failed."""
         config = build(values)
-        key = json.dumps([values, _stamps(resolve(config, "train")), read_chat_template(config)], sort_keys=True)
+        mix = mix_of(config, "train")
+        of_files = [_stamps(files_of(config, "train")), read_chat_template(config), mix and mix.model_dump()]
+        key = json.dumps([values, *of_files], sort_keys=True)
         if key not in self.previews:
             self.previews[key] = Preview(config)
         self.previews.move_to_end(key)

@@ -19,6 +19,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from trainers.checkpoint.export_check import BASE
+from trainers.config.options import EMBEDDED
 from trainers.config.validation import build
 from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR
 from trainers.model.load import load_base
@@ -209,7 +210,7 @@ def load_reward_model(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
 
         adapter = Adapter.read(path)
         base = str(adapter.settings.base_model_name_or_path)
-    settings = {"model_name_or_path": base, "dataset_name": "none", "objective": "reward", "packing": False}
+    settings = {"model_name_or_path": base, "dataset_name": EMBEDDED, "objective": "reward", "packing": False}
     model: Any = load_base(build(settings | {"method": "full" if adapter is None else "lora"}))
     model.set_attn_implementation(default_attention(model))
     model = model if adapter is None else adapter.attach(model)

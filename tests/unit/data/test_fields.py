@@ -192,7 +192,7 @@ def test_tools_and_calls_reach_the_template(tmp_path, as_text):
 
 def encoder_of(tmp_path, template):
     save_tokenizer(tmp_path / "model", template, special=sorted(set(SPECIAL.findall(template)) - {"</s>"}))
-    return training_encoder(configure(tmp_path, "none", model_name_or_path=str(tmp_path / "model")))
+    return training_encoder(configure(tmp_path, "unread", model_name_or_path=str(tmp_path / "model")))
 
 
 def outcome(encoder, row):

@@ -152,7 +152,7 @@ LOST = {"thought of message 4": "Well", "thought of message 2": "Hmm", "tool": "
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_refused_is_lost_in_trls_template_too(tmp_path: Path, name: str) -> None:
     encoder_of(tmp_path, (TRL / f"{name}.jinja").read_text(encoding="utf-8"))
-    tokenizer = load_tokenizer(configure(tmp_path, "none", model_name_or_path=str(tmp_path / "model")))
+    tokenizer = load_tokenizer(configure(tmp_path, "unread", model_name_or_path=str(tmp_path / "model")))
     template = (TRL / f"{name}_training.jinja").read_text(encoding="utf-8")
     for kind, reason in GOLDEN[name].items():
         if isinstance(reason, str):
