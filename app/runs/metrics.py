@@ -20,6 +20,7 @@ import numpy as np
 
 from app.runs.rank_curves import RankTable
 from app.runs.safe_read import read_span, stamp
+from trainers.config.mix import MAX_SOURCES
 from trainers.config.objectives import MOST_NAMES, OBJECTIVES, SAMPLED, evaluation_metrics, is_free_metric
 from trainers.run.folder import RunFolder
 
@@ -33,6 +34,8 @@ TRAIN = (
 )  # fmt: skip
 EVAL = tuple(dict.fromkeys(name for spec in _OBJECTIVES for name in evaluation_metrics(spec)))
 AXES = ("tokens", "elapsed_s")
+BY_SOURCE = ("loss/", "share/", "tokens/")
+"""How the names of metrics begin that a mix of data has of each source, whose name follows."""
 MAX_POINTS = 400
 """Most points of a curve."""
 MAX_REPLACED_POINTS = 100
@@ -55,13 +58,14 @@ Values = dict[str, Any]
 class _Table:
     """The numbers of one kind of row (training or evaluation), as columns.
 
-    `own` are the metrics that an objective in a file of the user's names, without the prefix of their column.
+    `own` are the metrics that an objective in a file of the user's names, without the prefix of their column; `sources`
+    those of a mix of data.
     """
 
     def __init__(self, columns: tuple[str, ...], prefix: str = ""):
         self.columns = {name: array("d") for name in columns}
         self.steps, self.attempts = array("q"), array("q")
-        self.own, self.prefix = list[str](), prefix
+        self.own, self.sources, self.prefix = list[str](), list[str](), prefix
 
     def add(self, step: int, attempt: int, row: dict[str, Any]) -> None:
         self._add_own(row)
@@ -71,14 +75,24 @@ class _Table:
             column.append(_finite(row.get(name)))
 
     def _add_own(self, row: dict[str, Any]) -> None:
-        """Begins a column for each number under a name that is free for a metric of the user's."""
-        for key, value in row.items() if len(self.own) < MOST_NAMES else ():
+        """Begins a column for each number of a source, or under a name that is free for a metric of the user's."""
+        for key, value in row.items():
             name = key.removeprefix(self.prefix)
+            source = name.partition("/")[2]
+            if source and name.startswith(BY_SOURCE) and key not in self.columns:
+                self._begin(key, source, self.sources, MAX_SOURCES)
+                continue
             if key in self.columns or not key.startswith(self.prefix) or not is_free_metric(name):
                 continue
-            if len(self.own) < MOST_NAMES and math.isfinite(_finite(value)):
-                self.own.append(name)
-                self.columns[key] = array("d", [math.nan]) * len(self.steps)
+            if math.isfinite(_finite(value)):
+                self._begin(key, name, self.own, MOST_NAMES)
+
+    def _begin(self, key: str, name: str, names: list[str], most: int) -> None:
+        """Begins a column, unless there are as many names as there may be."""
+        if name not in names and len(names) >= most:
+            return
+        names += [name] if name not in names else []
+        self.columns[key] = array("d", [math.nan]) * len(self.steps)
 
     def names(self) -> tuple[str, ...]:
         """Names of the metrics, without the axes."""
@@ -286,8 +300,8 @@ class Curves:
         Returns:
             `token`; `rows` read so far, and `more` where some are unread; `same: true` and nothing else when the caller
             is up to date. `width` of a point in steps; `attempts` (attempt and its first step); `checkpoints` (their
-            steps); `own` (metrics of an objective in a file of the user's, without `eval_`). `full`: whether all points
-            follow; otherwise those from step `cut` on, which replace the caller's.
+            steps); `own` (metrics of an objective in a file of the user's, without `eval_`); `sources` of a mix.
+            `full`: whether all points follow; otherwise those from step `cut` on, which replace the caller's.
             `train` and `eval`: lists `step`, `tokens`, `elapsed_s`, and for each metric `mean` (over the steps of a
             point) and, where a point covers several steps, `min` and `max`. `replaced`: a list of `{attempt, step,
             loss}`.
@@ -329,6 +343,7 @@ def _view(file: _MetricsFile, since: str) -> Values:
         "full": known_generation != generation,
         "cut": start,
         "own": list(dict.fromkeys((*file.train.own, *file.evals.own))),
+        "sources": list(dict.fromkeys((*file.train.sources, *file.evals.sources))),
         "train": _downsample(_from_step(train, start), width, file.train.names()),
         "eval": _downsample(_with_axes(_from_step(evals, start), train), width, file.evals.names()),
     }

@@ -60,6 +60,20 @@ Live.run = (element, server) => {
     }
   }
 
+  // The metrics of each source of a mix of data.
+  function addSources() {
+    const sources = data.sources || [];
+    if (!sources.length || CHARTS.some((chart) => chart.sources)) return;
+    for (const [name, kind, prefix, hint] of [
+      ["Loss by source", "train", "loss/", "Of the tokens of each source of the mix in a step."],
+      ["Evaluation loss by source", "eval", "eval_loss/", "On the rows of each source that are held out."],
+      ["Tokens by source", "train", "tokens/", "Trained so far of each source of the mix."],
+    ]) {
+      const lines = sources.map((source) => [kind, prefix + source, source]);
+      CHARTS.push({ sources, name, lines, logs: prefix !== "tokens/", chart: new Chart(grid, name, { group, hint }) });
+    }
+  }
+
   // A step on the x axis that is shown; null where nothing was logged.
   function toAxis(step) {
     if (shownAxis === "step") return step;
@@ -76,6 +90,7 @@ Live.run = (element, server) => {
   function draw(options) {
     if (!data) return;
     addOwn();
+    addSources();
     if (shownAxis !== options.axis && group.zoom) group.zoomTo(null);  // a range of steps is none of tokens
     shownAxis = options.axis;
     const marks = data.attempts.slice(1).map(([attempt, step]) => ({ x: toAxis(step), label: `attempt ${attempt + 1}` }));

@@ -57,7 +57,7 @@ KINDS: dict[str, list[Any]] = {
 def encoder_of(folder: Path, template: str) -> Encoder:
     """What a run would encode with on a model that ships this template."""
     save_tokenizer(folder / "model", template, special=sorted(set(SPECIAL.findall(template)) - {"</s>"}))
-    return training_encoder(configure(folder, "none", model_name_or_path=str(folder / "model")))
+    return training_encoder(configure(folder, "unread", model_name_or_path=str(folder / "model")))
 
 
 def trained(encoder: Encoder, messages: list[Any]) -> list[str] | str:
@@ -103,7 +103,7 @@ def marked_by_trl(folder: Path, name: str, messages: list[Any]) -> list[str]:
     messages = copy.deepcopy(messages)
     for message in messages if name in PARTS_ONLY else ():
         message["content"] = [{"type": "text", "text": message["content"]}]
-    tokenizer = load_tokenizer(configure(folder, "none", model_name_or_path=str(folder / "model")))
+    tokenizer = load_tokenizer(configure(folder, "unread", model_name_or_path=str(folder / "model")))
     template = (TRL / f"{name}_training.jinja").read_text(encoding="utf-8")
     found = tokenizer.apply_chat_template(
         messages, chat_template=template, return_assistant_tokens_mask=True, return_dict=True
@@ -119,7 +119,7 @@ def marked_by_trl(folder: Path, name: str, messages: list[Any]) -> list[str]:
 
 def empty_thought(folder: Path, name: str) -> re.Pattern[str]:
     """An empty thought up to where a model that does not think begins to generate."""
-    tokenizer = load_tokenizer(configure(folder, "none", model_name_or_path=str(folder / "model")))
+    tokenizer = load_tokenizer(configure(folder, "unread", model_name_or_path=str(folder / "model")))
     template = (TRL / f"{name}_training.jinja").read_text(encoding="utf-8")
     messages = [{**QUESTION, "content": [{"type": "text", "text": "Why?"}]}] if name in PARTS_ONLY else [QUESTION]
     prompt = tokenizer.apply_chat_template(
