@@ -12,6 +12,7 @@ import pytest
 
 from app.runs import metrics
 from app.runs.metrics import MAX_POINTS, Curves
+from trainers.config.mix import MAX_SOURCES
 from trainers.config.objectives import MOST_NAMES
 from trainers.run.folder import RunFolder
 
@@ -63,6 +64,21 @@ def test_a_mixture_of_experts_has_a_curve_of_its_load_balancing(run: RunFolder) 
     assert "aux_loss" not in whole(Curves(), run)["train"], "another model has none"
     add(run, row(2, 1.5, aux_loss=1.02))
     assert whole(Curves(), run)["train"]["aux_loss"] == {"mean": [None, 1.02]}
+
+
+def test_metrics_of_each_source_of_a_mix_are_curves(run: RunFolder) -> None:
+    curves = Curves()
+    add(run, {**row(1, 2.0), "loss/": 3.0, "odd/a": 3.0, "eval/loss/a": 1.0})
+    assert whole(curves, run)["sources"] == []  # control: none of these is one
+    add(run, {**row(2, 2.0), "loss/a-b": 3.0, "share/a-b": 0.75, "tokens/a-b": 8, "loss/c": 1.0},
+        {"step": 2, "attempt": 0, "eval_loss": 1.0, "eval_loss/c": 4.0})  # fmt: skip
+    seen = whole(curves, run)
+    assert seen["sources"] == ["a-b", "c"]
+    assert seen["train"]["loss/a-b"]["mean"] == [None, 3.0]
+    assert seen["train"]["tokens/a-b"]["mean"] == [None, 8.0]
+    assert seen["eval"]["eval_loss/c"]["mean"] == [4.0]
+    add(run, {**row(3, 2.0), **{f"loss/source{number}": 1.0 for number in range(3 * MAX_SOURCES)}})
+    assert len(whole(curves, run)["sources"]) == MAX_SOURCES, "a file of metrics cannot make charts without end"
 
 
 def test_metrics_of_the_users_own_objective_are_curves_under_their_names(run: RunFolder) -> None:

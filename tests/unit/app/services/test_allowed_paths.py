@@ -100,6 +100,24 @@ def test_a_preview_refuses_every_kind_of_path(root: Path, name: str) -> None:
         assert list(preview(values, "tiny-lora", num_processes=1, roots=[root]).errors) == [name]
 
 
+@pytest.mark.parametrize(
+    ("source", "is_refused"),
+    [
+        ("dataset_name: data/a.jsonl", False), ("dataset_name: org/name", False), ("dataset_name: embedded", False),
+        ("dataset_name: ../outside/secret.jsonl", True), ("dataset_name: /etc/hosts", True),
+        ("dataset_name: link.jsonl", True), ("dataset_name: mixed", True), ("dataset_name: ~/x.jsonl", True),
+        ("dataset_name: http://a.b/c.jsonl", True), ("dataset_name: ../outside/*/*.jsonl", True),
+        ("dataset_name: embedded\n    chat_template: /etc/hosts", True), ("dataset_nam: x", True),
+    ],
+)  # fmt: skip
+def test_the_sources_of_a_mix_lie_inside(root: Path, source: str, is_refused: bool) -> None:
+    file = root / "mix.yaml"
+    file.write_text(f"sources:\n  - {source}\n")
+    mistakes = path_mistakes({"mix": str(file)}, [root])
+    assert bool(mistakes) == is_refused
+    assert all("root:" not in str(mistake) for mistake in mistakes)
+
+
 def test_a_strategy_and_its_json_lie_inside(root: Path) -> None:
     text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: {}\n"
     (root / "out.yaml").write_text(text.format("/etc/passwd"))
