@@ -34,6 +34,7 @@ CLOCK = StartupTimer()  # before the other imports, which take most of the start
 
 from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mix import read_mix
 from trainers.config.objective_file import read_file, split_objective
 from trainers.config.options import TrainConfig, precision_lines
 from trainers.config.parse import Request, parse_request
@@ -355,6 +356,8 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     write_json(run.chat_template, template_record(config))
     if split_objective(config.objective):
         write_atomic(run.objective, read_file("objective", config.objective).decode())
+    if config.mix is not None:
+        write_atomic(run.mix, read_mix(config.mix).dump())
     resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
     if start := record_start(config, read_json(run.start), resumes):
         write_json(run.start, start)

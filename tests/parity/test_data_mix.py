@@ -17,6 +17,7 @@ from tests.parity import plain
 from tests.parity.checks import equal_after_resume
 from tests.parity.runs import config, curve, mostly_long, options, run
 from tests.shared import once
+from trainers.config.mix import read_mix
 from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
 from trainers.tools.preflight import make_rows, plan_training
@@ -105,6 +106,8 @@ def test_losses_are_told_apart_by_source(name: str) -> None:
     for source, loss in mean_losses(plan, np.arange(len(evaluation))).items():
         assert math.isclose(at_start[f"eval_loss/{source}"], loss, rel_tol=1e-5)
     last = finished.rows("loss")[-1]
+    copied = read_mix(str(finished.run.mix))
+    assert copied == read_mix(mix())
     assert sum(last[f"tokens/{source}"] for source in NAMES) == last["tokens"]
     rows = last["step"] * settings.global_batch_size
     for source, share in zip(NAMES, (0.625, 0.25, 0.125), strict=True):

@@ -299,7 +299,7 @@ def model_card(
     return f"""{header}
 # {config.run_name or config.preset or Path(base).name}, fine-tuned
 
-{kind.capitalize()} weights of `{base}`, fine-tuned with Tunesmith on `{config.dataset_name}`.
+{kind.capitalize()} weights of `{base}`, fine-tuned with Tunesmith on `{config.training_data}`.
 {order}
 ```python
 {_loading(config, kind)}

@@ -19,6 +19,7 @@ from math import gcd, lcm
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainers.config.mistakes import ConfigError, Mistake, nearest
@@ -87,6 +88,10 @@ class Mix(BaseModel):
     def names(self) -> list[str]:
         """The names of the sources."""
         return [source.label for source in self.sources]
+
+    def dump(self) -> str:
+        """The mix as YAML."""
+        return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
 
     def shares(self) -> list[int]:
         """Integers in the exact ratio of the weights as they are written."""

@@ -24,7 +24,7 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, OBJECTIVE, ROLLOUTS, SAMPLER, START, RunRecord, refuse_irregular
+from trainers.run.record import CHAT_TEMPLATE, MIX, OBJECTIVE, ROLLOUTS, SAMPLER, START, RunRecord, refuse_irregular
 
 __all__ = [
     "Process",
@@ -170,6 +170,7 @@ class RunFolder:
         self.skipped_steps = self.path / "passed_over.json"
         self.chat_template = self.path / CHAT_TEMPLATE
         self.objective = self.path / OBJECTIVE
+        self.mix = self.path / MIX
         self.start = self.path / START
         self.rollouts = self.path / ROLLOUTS
         self.sampler = self.path / SAMPLER

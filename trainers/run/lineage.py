@@ -76,7 +76,8 @@ def stages_of(manifest: Mapping[str, Any], run: str) -> list[Stage]:
     """
     config, start = manifest["config"], manifest.get("from_run")
     earlier = as_stages(start.get("stages")) if isinstance(start, dict) else []
-    objective, method, data = (str(config.get(name) or "") for name in ("objective", "method", "dataset_name"))
+    objective, method = (str(config.get(name) or "") for name in ("objective", "method"))
+    data = str(config.get("mix") or config.get("dataset_name") or "")
     return [*earlier, Stage(run, short_name(objective), method, data, manifest["step"])]
 
 

@@ -47,13 +47,14 @@ from ui.parts import (
 
 STEP_FIELDS = {
     "model": ("model_name_or_path",),
-    "data": ("dataset_name", "eval_dataset_name", "eval_share"),
+    "data": ("dataset_name", "mix", "eval_dataset_name", "eval_share"),
     "method": ("method", "lora_r", "lora_alpha"),
 }
 """Options shown in their own steps, above the common ones."""
 HINTS = {
     "model_name_or_path": "Hub id or local folder",
     "dataset_name": "file, folder, glob or Hub id",
+    "mix": "YAML file of sources and weights",
 }
 PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
 _STEP_OPTIONS = {"objective", *OWN_OPTIONS, *(name for options in STEP_FIELDS.values() for name in options)}
