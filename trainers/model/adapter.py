@@ -13,7 +13,8 @@ from torch import nn
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
-from trainers.model.load import adapts_tied, model_path
+from trainers.model.load import model_path
+from trainers.model.lora import adapts_tied
 from trainers.model.probe import in_one_line
 from trainers.model.weight_names import Shapes, misfits
 from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of

@@ -35,7 +35,8 @@ from trainers.config.yaml_file import read_yaml
 from trainers.data.layout import TopTokens
 from trainers.model.attention import KERNELS
 from trainers.model.experts import chosen_count, expert_share
-from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
+from trainers.model.load import base_dtype, compute_dtype, load_model_config, use_checkpointing
+from trainers.model.lora import add_adapters
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters

@@ -16,7 +16,6 @@ from trainers.data.prepare import load_tokenizer
 from trainers.model.config_checks import own_code
 from trainers.model.fp8 import convert
 from trainers.model.load import (
-    add_adapters,
     base_dtype,
     check_attention,
     compiled_blocks,
@@ -25,6 +24,7 @@ from trainers.model.load import (
     load_model_config,
     model_path,
 )
+from trainers.model.lora import add_adapters
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached

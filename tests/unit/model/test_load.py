@@ -20,7 +20,8 @@ from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_values
-from trainers.model.load import add_adapters, build_model, load_base
+from trainers.model.load import build_model, load_base
+from trainers.model.lora import add_adapters
 from trainers.model.probe import check_model_computes
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.sft import linear_cross_entropy
