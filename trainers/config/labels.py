@@ -18,6 +18,8 @@ LABELS = {
     "method": "What is trained",
     "lora_r": "Adapter rank",
     "lora_alpha": "Adapter scaling",
+    "lora_rank_pattern": "Ranks of some modules",
+    "lora_alpha_pattern": "Scalings of some modules",
     "lora_dropout": "Adapter dropout",
     "lora_target_modules": "Modules with adapters",
     "loraplus_lr_ratio": "Rate of B over that of A",

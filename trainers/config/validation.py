@@ -53,6 +53,8 @@ def _explain(detail: dict[str, Any]) -> Mistake:
     """Converts a pydantic error to a mistake."""
     name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
     text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    keys = [key for key in detail["loc"][1:] if isinstance(key, str)]  # of a mapping
+    text = "=".join([*keys, text])
     if detail["type"] == "extra_forbidden":
         return unknown_option(name)
     if detail["type"] == "missing":

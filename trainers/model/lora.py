@@ -11,18 +11,25 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
+from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError
+from trainers.config.model_options import matching_patterns
 from trainers.config.options import TrainConfig
 from trainers.model.experts import router_names
 from trainers.model.reachability import reach_noted, text_parts
 from trainers.objectives.output_head import scalar_head, with_weights
 
 
-def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
+def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = True) -> nn.Module:
     """Freezes the base and adds LoRA adapters in fp32, initialised equally on every rank by the seed.
 
+    Args:
+        base: the transformers model.
+        config: the run's config.
+        complete: False for a model of fewer layers, without some of the modules that the config names.
+
     Raises:
-        ConfigError: if `lora_target_modules` matches no module, or merging would change tied embeddings.
+        ConfigError: if an option names modules that do not exist, or merging would change tied embeddings.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -37,6 +44,8 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
+        rank_pattern=dict(config.lora_rank_pattern),
+        alpha_pattern=dict(config.lora_alpha_pattern),
         lora_dropout=config.lora_dropout,
         target_modules=_without_routers(base) if everything else targets,
         exclude_modules=spared or None,
@@ -56,11 +65,10 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
         got = []
     head: Any = scalar_head(base)
     if head is not None:
-        head.original_module.to(
-            base.get_input_embeddings().weight.dtype
-        )  # frozen and unused; peft made the trained copy from it
+        # Frozen and unused; peft made the trained copy from it.
+        head.original_module.to(base.get_input_embeddings().weight.dtype)
     missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
-    if missing or not got:
+    if (missing and complete) or not got:
         raise ConfigError.about(
             "lora_target_modules",
             ",".join(missing or targets),
@@ -68,7 +76,28 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
             f"use all-linear, or some of {', '.join(names)}",
         )
     _refuse_merging_tied(config, base, got)
+    if complete:
+        _refuse_unclear_patterns(config, [*got, *model.targeted_parameter_names])
     return model
+
+
+def _refuse_unclear_patterns(config: TrainConfig, adapted: list[str]) -> None:
+    """Raises ConfigError if a pattern for ranks or scalings matches no adapted module, or two match the same one.
+
+    peft ignores the former, and takes the first of the latter.
+    """
+    for option in ("lora_rank_pattern", "lora_alpha_pattern"):
+        patterns: dict[str, float] = getattr(config, option)
+        matches = {module: matching_patterns(patterns, module) for module in adapted}
+        matched = {pattern for several in matches.values() for pattern in several}
+        if unmatched := [f"{pattern}={value:g}" for pattern, value in patterns.items() if pattern not in matched]:
+            names = ", ".join(sorted({module.rpartition(".")[2] for module in adapted}))
+            problem = "matches no module that has an adapter"
+            raise ConfigError.about(option, ",".join(unmatched), problem, f"name some of {names}")
+        for module, several in matches.items():
+            if len(several) > 1:
+                problem = f": {several[0]} and {several[1]} both match {module}"
+                raise ConfigError.about(option, text_of(patterns), problem, "let each module match one at most")
 
 
 def _without_routers(base: PreTrainedModel) -> str | list[str]:

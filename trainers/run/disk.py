@@ -125,7 +125,8 @@ def _adapter_weights(config: TrainConfig, tensors: list[Tensor]) -> int:
         tensor for tensor in tensors
         if len(tensor.shape) == 2 and tensor.is_text and tensor.layer() is not None and not is_expert(tensor.name)
     ]  # fmt: skip
-    return sum(config.lora_r * sum(matrix.shape) for matrix in matrices if everywhere or matrix.name.endswith(ends))
+    adapted = [matrix for matrix in matrices if everywhere or matrix.name.endswith(ends)]
+    return sum(config.adapter_rank(matrix.name.removesuffix(".weight")) * sum(matrix.shape) for matrix in adapted)
 
 
 def _export_dtype(config: TrainConfig, tensors: list[Tensor]) -> str:

@@ -34,14 +34,13 @@ from trainers.run.manifest import sha256
 from trainers.run.weight_headers import read_header, read_headers
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_ADAPTER = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
-"""Options that a saved adapter determines."""
 _BASE = ("num_hidden_layers", "rope_scaling", "rope_factor", "rope_original_max_positions")
 """Options that change a base model; the files of full weights include what they did."""
 _SCORED = "SEQ_CLS"
 """The `task_type` of a reward model's adapter, which contains its head."""
 _UNDERSTOOD = frozenset({
     "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
+    "rank_pattern", "alpha_pattern",
     "peft_type", "task_type", "peft_version", "inference_mode", "init_lora_weights", "exclude_modules",
     "megatron_core", "qalora_group_size",
 })  # fmt: skip
@@ -271,6 +270,7 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
         return fixed, {}
     targets = saved["target_modules"]
     own = {"lora_r": saved["r"], "lora_alpha": saved["lora_alpha"], "use_rslora": saved.get("use_rslora", False)}
+    own |= {f"lora_{name}": saved.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     own["lora_target_modules"] = trained.get("lora_target_modules") or sorted(targets)
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 

@@ -151,7 +151,7 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
         for weight in silent_weights(base):
             weight.requires_grad_(False)
         use_checkpointing(base, config)
-        return base if config.method == "full" else add_adapters(base, config)
+        return base if config.method == "full" else add_adapters(base, config, complete=layers is None)
 
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:

@@ -78,9 +78,9 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     model, reach = check_empty(config, model_config), reach_of(config, model_config)
     freeze_unreached(model, reach)
     splits = strategy.splits_model
-    # Adding adapters reveals `lora_target_modules` that match no module, and counts the adapters on experts.
-    mixture = any(map(is_expert, headers or {}))
-    if config.method != "full" and (splits or mixture or config.lora_target_modules != ["all-linear"]):
+    # Adding adapters reveals names that match no module, and counts the adapters on experts.
+    names = config.lora_target_modules != ["all-linear"] or config.lora_rank_pattern or config.lora_alpha_pattern
+    if config.method != "full" and (splits or names or any(map(is_expert, headers or {}))):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)
         facts["adapter_weights"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)

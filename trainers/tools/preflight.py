@@ -53,7 +53,8 @@ HUB_SECONDS = 20.0
 _CONFIG = "config.json"
 _UNREAD = "the headers of the weight files could not be read from the Hub; the start of the run checks them"
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
-                  "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
+                  "mixed_precision", "torch_compile", "lora_target_modules", "lora_r",
+                  "lora_rank_pattern", "lora_alpha_pattern", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor",
                   "rope_original_max_positions")  # fmt: skip
 

@@ -96,6 +96,29 @@ def test_an_adapter_target_that_fits_nothing_is_named(targets: list[str]) -> Non
         add_adapters(load_base(wrong), wrong)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"lora_rank_pattern": "q_proj=4,k_porj=8"},
+            r"lora_rank_pattern=k_porj=8 matches no module .* some of .*k_proj",
+        ),
+        (
+            {"lora_target_modules": "q_proj", "lora_alpha_pattern": "v_proj=8"},
+            r"lora_alpha_pattern=v_proj=8 matches no module that has an adapter; name some of q_proj",
+        ),
+        (
+            {"lora_rank_pattern": r"q_proj=4,layers\.0.*=8"},
+            r": q_proj and layers\\.0\.\* both match model\.layers\.0\.self_attn\.q_proj",
+        ),
+    ],
+)
+def test_patterns_that_are_unclear_are_refused(changes: dict[str, Any], line: str) -> None:
+    wrong = config(method="lora", **changes)
+    with pytest.raises(ConfigError, match=line):
+        add_adapters(load_base(wrong), wrong)
+
+
 @pytest.mark.parametrize(("family", "adapted"), [("falcon", True), ("deepseek_v4", False)])
 def test_a_linear_layer_of_its_own_is_adapted_if_its_product_is_plain(
     family: str, adapted: bool, tmp_path: Path

@@ -125,6 +125,10 @@ def test_an_adapter_of_peft_says_itself_what_it_is(runs: Path) -> None:
     assert (config.model_name_or_path, config.lora_target_modules) == ("embedded", ["q_proj", "v_proj"])
     assert resolved(folder, method="qlora").lora_r == 4
     assert resolved(folder, method="full").lora_r == 16
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 4.0}}
+    config = resolved(write_adapter(runs / "patterns", **patterns))
+    assert (config.lora_rank_pattern, config.lora_alpha_pattern) == tuple(patterns.values())
+    assert "lora_rank_pattern=q_proj=3, and from_run" in refusal(runs / "patterns", lora_rank_pattern="q_proj=3")
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -206,7 +210,7 @@ def test_unknown_names_are_refused(runs: Path) -> None:
     [
         ({"use_dora": True}, "use_dora=True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"rank_pattern": {"(": 2}}, "lora_rank_pattern={'(': 2} is refused"),
         ({"bias": "all"}, "bias=all"),
         ({"target_modules": ".*_proj"}, "not a list of names"),
         ({"peft_type": "IA3"}, "of type 'IA3'"),
