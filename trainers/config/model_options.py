@@ -49,6 +49,8 @@ class MethodOptions(OptionGroup):
 
     method: Literal["full", "lora", "qlora"] = option("method", "lora")
     """Train all weights, LoRA adapters on a frozen base, or LoRA adapters on a base quantized to 4 bits (nf4)."""
+    freeze: Names = option("method", [])
+    """Weights that method=full leaves as they are, by parts of names: `embed_tokens,layers.0-3`."""
     lora_r: int = option("method", 16, ge=1, le=MAX_RANK)
     """Rank of the adapters."""
     lora_alpha: float = option("method", 32.0, gt=0)
@@ -63,8 +65,12 @@ class MethodOptions(OptionGroup):
     """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
     lora_target_modules: Names = option("method", ["all-linear"], min_length=1)
     """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
+    modules_to_save: Names = option("method", [])
+    """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
     use_rslora: bool = option("method", False)
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
+    use_dora: bool = option("method", False)
+    """DoRA: adapters turn a weight, and a trained vector has its magnitude; slower."""
 
     def adapter_rank(self, module: str) -> int:
         """The rank of an adapter by the name of its module."""

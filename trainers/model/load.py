@@ -29,7 +29,8 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
-from trainers.model.lora import add_adapters
+from trainers.model.freezing import freeze
+from trainers.model.lora import add_adapters, leave_derived
 from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import (
@@ -278,11 +279,20 @@ def build_model(config: TrainConfig) -> nn.Module:
     """Builds the model to train: the base model, with adapters unless `method=full`.
 
     Raises:
-        ConfigError: see `load_base` and `add_adapters`.
+        ConfigError: see `load_base`, `add_adapters` and `freeze`.
     """
     base = load_base(config)
     use_checkpointing(base, config)
-    return base if config.method == "full" else add_adapters(base, config)
+    return _trainable(base, config)
+
+
+def _trainable(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
+    """The base with adapters, or with the weights frozen that the config names."""
+    if config.method != "full":
+        return add_adapters(base, config)
+    for line in freeze(config, base):
+        _say(line)
+    return base
 
 
 def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
@@ -308,11 +318,9 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
     if config.method == "qlora":
         sources = leave_quantised(base, sources)
     use_checkpointing(base, config)
-    if config.method == "full":
-        model: nn.Module = base
-    else:
-        with without_memory(base):
-            model = add_adapters(base, config)
+    with without_memory(base):
+        model = _trainable(base, config)
+    leave_derived(model, sources)
     weights = model.named_parameters(remove_duplicate=False)
     return model, {name: sources[id(weight)] for name, weight in weights if id(weight) in sources}
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import set_seed
@@ -16,8 +17,13 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.model_options import matching_patterns
 from trainers.config.options import TrainConfig
 from trainers.model.experts import router_names
+from trainers.model.probe import in_one_line
 from trainers.model.reachability import reach_noted, text_parts
+from trainers.model.stored import NormsOf, Source, replace
 from trainers.objectives.output_head import scalar_head, with_weights
+
+KEY = "modules_to_save"
+"""Name of peft's option, and of the attribute of a wrapper that holds the trained copies by adapter."""
 
 
 def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = True) -> nn.Module:
@@ -32,6 +38,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         ConfigError: if an option names modules that do not exist, or merging would change tied embeddings.
     """
     from peft import LoraConfig, get_peft_model
+    from peft.utils.error import NoMatchingPeftModuleError
 
     # Leave out modules that text does not reach; with "all-linear", also routers and layers adapters do not fit.
     targets = config.lora_target_modules
@@ -40,7 +47,9 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
     spared += {name.rpartition(".")[0] for name in reach_noted(base).unreached}
     everything = targets == ["all-linear"]
     if everything:
-        spared += router_names(base) + _unadapted(base)
+        spared += router_names(base) + _unadapted(base) + _saved(base, config)
+    if complete:
+        _refuse_unsaved(base, config)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -50,9 +59,12 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         target_modules=_without_routers(base) if everything else targets,
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        modules_to_save=[*config.modules_to_save] or None,
         task_type="SEQ_CLS" if config.objective_spec.scalar_head else "CAUSAL_LM",  # the former trains its head in full
         revision=config.model_revision,
     )
+    frozen = base.get_input_embeddings().weight.dtype
     set_seed(config.seed)
     left_out = {*spared, *_unadapted(base)}
     free = [name for name, part in base.named_modules() if _adaptable(part) and name not in left_out]
@@ -61,12 +73,15 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
         got = list(model.targeted_module_names)
     except ValueError as error:
+        if config.use_dora and not isinstance(error, NoMatchingPeftModuleError):
+            problem = f": peft cannot add it to {config.model_name_or_path} ({in_one_line(error)})"
+            raise ConfigError.about("use_dora", True, problem, "leave it out") from None
         logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
         got = []
-    head: Any = scalar_head(base)
-    if head is not None:
-        # Frozen and unused; peft made the trained copy from it.
-        head.original_module.to(base.get_input_embeddings().weight.dtype)
+    if (head := scalar_head(base)) is not None:
+        head.original_module.to(frozen)  # unused; peft made the trained copy from it
+    for copied in copies(base):
+        copied.trained.to(torch.float32)
     missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
     if (missing and complete) or not got:
         raise ConfigError.about(
@@ -98,6 +113,76 @@ def _refuse_unclear_patterns(config: TrainConfig, adapted: list[str]) -> None:
             if len(several) > 1:
                 problem = f": {several[0]} and {several[1]} both match {module}"
                 raise ConfigError.about(option, text_of(patterns), problem, "let each module match one at most")
+
+
+class Copied(NamedTuple):
+    """A module that an adapter replaces by a trained copy (peft's `modules_to_save`)."""
+
+    original: nn.Module
+    trained: nn.Module
+
+
+def leave_derived(model: nn.Module, sources: dict[int, Source]) -> None:
+    """Leaves in the files what adapters derive from weights that are there: copies of modules, and magnitudes of DoRA.
+
+    Args:
+        model: the peft model.
+        sources: where weights on the meta device are to be read from, by id; those of adapters are added.
+    """
+
+    def leave(weight: nn.Parameter, source: Source) -> None:
+        replace(weight, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype, device="meta")))
+        sources[id(weight)] = source
+
+    for original, trained in copies(model):
+        for weight, copied in zip(original.parameters(), trained.parameters(), strict=True):
+            if weight.is_meta:
+                leave(copied, copy.copy(sources[id(weight)]))  # a checkpoint replaces that of the copy alone
+    for layer in model.modules():
+        if vectors := getattr(layer, "lora_magnitude_vector", None):
+            base: Any = layer.get_base_layer()  # type: ignore[operator]
+            for vector in vectors.values() if base.weight.is_meta else ():
+                dim = 0 if vector.fan_in_fan_out else 1
+                leave(vector.weight, NormsOf(sources[id(base.weight)], base.weight.dtype, dim))
+
+
+def copies(model: nn.Module) -> list[Copied]:
+    """The modules of a model that are trained in full beside its adapters."""
+    wrappers: list[Any] = [part for part in model.modules() if isinstance(getattr(part, KEY, None), nn.ModuleDict)]
+    return [Copied(wrapper.original_module, wrapper.modules_to_save["default"]) for wrapper in wrappers]
+
+
+def _saved(base: nn.Module, config: TrainConfig) -> list[str]:
+    """Names of the modules that `modules_to_save` names."""
+    names = [name for name, _ in base.named_modules(remove_duplicate=False)]
+    return [name for name in names if any(_ends(name, target) for target in config.modules_to_save)]
+
+
+def _refuse_unsaved(base: Any, config: TrainConfig) -> None:
+    """Raises ConfigError unless `modules_to_save` names single layers that can be trained in full beside adapters."""
+    parts = dict(base.named_modules(remove_duplicate=False))
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    for target in config.modules_to_save:
+        names = [name for name in parts if _ends(name, target)]
+        others = [name for name in parts if name.endswith(target) and name not in names]
+        weights = [weight for name in names for weight in parts[name].parameters(recurse=False)]
+        if not names:
+            problem, remedy = f"matches no module of {config.model_name_or_path}", "use one such as embed_tokens"
+        elif others:
+            problem, remedy = f": peft compares ends of names, and would train {others[0]} as well", "write more of it"
+        elif not weights or any(list(parts[name].children()) for name in names):
+            problem, remedy = f": {names[0]} is no single layer with weights", "name the layers in it"
+        elif not all(weight.requires_grad for weight in weights):
+            problem, remedy = "gets no gradient from any text", "leave it out"
+        elif tied and {parts[name] for name in names} & {head, embedding}:
+            problem = ": embedding and output head are one weight, and a trained copy of one of them would part them"
+            remedy = "use method=full, with freeze for the layers"
+        elif any(_ends(name, adapted) for name in names for adapted in config.lora_target_modules):
+            problem, remedy = "is in lora_target_modules too", "keep it in one of them"
+        else:
+            continue
+        raise ConfigError.about("modules_to_save", target, problem, remedy)
 
 
 def _without_routers(base: PreTrainedModel) -> str | list[str]:

@@ -15,6 +15,7 @@ from trainers.config.teacher import about_frozen, teacher_config
 from trainers.data.prepare import load_tokenizer
 from trainers.model.config_checks import own_code
 from trainers.model.fp8 import convert
+from trainers.model.freezing import freeze
 from trainers.model.load import (
     base_dtype,
     check_attention,
@@ -58,7 +59,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
 
     Returns:
         `lines` for the user, `vocab_size`, `positions` that the model supports with `rope_scaling`, and
-        for some models `adapter_weights`, their number.
+        for some models `trained_weights`, their number.
 
     Raises:
         ConfigError: If the config describes no causal language model that can be built and trained here, the weights in
@@ -79,11 +80,14 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     freeze_unreached(model, reach)
     splits = strategy.splits_model
     # Adding adapters reveals names that match no module, and counts the adapters on experts.
-    names = config.lora_target_modules != ["all-linear"] or config.lora_rank_pattern or config.lora_alpha_pattern
-    if config.method != "full" and (splits or names or any(map(is_expert, headers or {}))):
+    patterns = config.lora_rank_pattern or config.lora_alpha_pattern or config.modules_to_save
+    special = config.lora_target_modules != ["all-linear"] or patterns or config.use_dora
+    if config.method != "full" and (splits or special or any(map(is_expert, headers or {}))):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)
-        facts["adapter_weights"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        facts["trained_weights"] = _trained(model)
+    if config.method == "full" and freeze(config, model):
+        facts["trained_weights"] = _trained(model)
     check_attention(config, model_config)
     refuse_unreached(config, model_config.model_type, reach.unreached)
     if config.mixed_precision == "fp8":
@@ -101,6 +105,11 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         remedy = "use an unquantized copy of the model"
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, problem, remedy) from None
     return {"lines": fit_lines(config, report, model_config), **facts}
+
+
+def _trained(model: Any) -> int:
+    """Number of weights that are trained."""
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:

@@ -66,6 +66,10 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"lora_rank_pattern": "=4"}, "lora_rank_pattern='=4' is refused: value error, a number has no module"),
         ({"lora_alpha_pattern": "q_proj=nan"}, "lora_alpha_pattern=q_proj='nan' is refused: input should be a finite"),
         ({"lora_alpha_pattern": "(=8"}, "lora_alpha_pattern='(=8' is refused: value error, ( is no regular expression"),
+        (
+            {"method": "full", "freeze": "norm", "mixed_precision": "fp8"},
+            "freeze=norm with mixed_precision=fp8, which only trained layers compute in; use bf16",
+        ),
         ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
         ({"run_name": "x" * 300}, "run_name="),
     ],
@@ -135,7 +139,8 @@ def test_every_option_of_adapters_is_ignored_without_adapters() -> None:
         "lora_alpha_pattern",
         "lora_rank_pattern",
     ]
-    assert not ignored_choices(build(BASE | {"method": "lora"} | adapters))
+    lora = build(BASE | {"method": "lora", "freeze": "norm"} | adapters)
+    assert [mistake.option for mistake in ignored_choices(lora)] == ["freeze"]
 
 
 def test_flags_yaml_and_preset_read_the_same(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_adapters_on_experts_are_counted_where_the_model_is_known() -> None:
     assert bytes_needed(config, [MATRIX, expert, router], 9) == LOG + 14 * 600, (
         "a folder is refused only for what is sure"
     )
-    assert bytes_needed(config, [MATRIX, expert, router], 9, adapter_weights=1000) == LOG + 14 * 1000
+    assert bytes_needed(config, [MATRIX, expert, router], 9, trained_weights=1000) == LOG + 14 * 1000
 
 
 def test_a_model_on_the_hub_is_asked_for_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:
