@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.launching import launch_well
 from tests.parity import plain
-from tests.parity.runs import config, curve, mostly_long, run
+from tests.parity.checks import equal_after_resume
+from tests.parity.runs import config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
@@ -99,9 +101,9 @@ def with_saved(settings: TrainConfig, saved: list[str] | None = SAVED) -> nn.Mod
 
 @pytest.mark.parametrize("strategy", mostly_long(UNSPLIT, ["single", "fsdp2"]))
 def test_modules_saved_with_adapters_train_as_in_peft_and_load_back(strategy: str, untied: Path) -> None:
-    options = {"model_name_or_path": str(untied), "modules_to_save": ",".join(SAVED)}
-    settings = config("lora", True, **options)
-    finished = run(processes(strategy), "lora", True, strategy, **options)
+    saving = {"model_name_or_path": str(untied), "modules_to_save": ",".join(SAVED)}
+    settings = config("lora", True, **saving)
+    finished = run(processes(strategy), "lora", True, strategy, **saving)
     assert curve(finished).agrees(plain.train(settings, build=with_saved))
     base = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="eager")
     before = {name: base.get_submodule(name).weight.detach().clone() for name in ("model.embed_tokens", "lm_head")}
@@ -130,3 +132,44 @@ def test_dora_is_that_of_peft(strategy: str) -> None:
     assert sum("lora_magnitude_vector" in name for name in saved) == 28
     if strategy == "ddp":  # control
         assert not curve(finished).agrees(plain.train(settings, build=partial(plain.build, **ranks)))
+
+
+EVERYTHING = {**DORA, "lora_alpha_pattern": "q_proj=16", "modules_to_save": ",".join(SAVED)}
+
+
+def all_of_it(untied: Path) -> dict[str, Any]:
+    return {"model_name_or_path": str(untied), **EVERYTHING}
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_if_never_interrupted(untied: Path, tmp_path: Path) -> None:
+    undisturbed = run(2, "lora", True, "fsdp2", **all_of_it(untied))
+    more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
+    again = launch_well(tmp_path / "again", 2, options("lora", True, **all_of_it(untied)) | more, strategy="fsdp2")
+    assert equal_after_resume(undisturbed, again)
+
+
+@pytest.mark.slow
+def test_what_is_merged_and_what_goes_on_from_an_adapter_is_the_model_of_peft(untied: Path) -> None:
+    adapter = run(2, "lora", True, "fsdp2", **all_of_it(untied))
+    base = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="eager")
+    loaded = PeftModel.from_pretrained(base, adapter.run.model).eval()
+    merged = run(2, "lora", True, "fsdp2", merge_adapter=True, **all_of_it(untied))
+    stock = AutoModelForCausalLM.from_pretrained(merged.run.model, attn_implementation="eager").eval()
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        logits = loaded(input_ids=ids).logits
+        torch.testing.assert_close(stock(input_ids=ids).logits, logits, rtol=0, atol=1e-4)
+        first = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="eager")(input_ids=ids).logits
+    assert (first - logits).abs().max() > 0.1  # control: the base itself
+    further = run(1, "lora", True, "single", from_run=str(adapter.run.model), max_steps=2)
+    assert "lora_rank_pattern: {}" not in (further.run.path / "config.yaml").read_text()
+    settings = config("lora", True, **all_of_it(untied), max_steps=2)
+
+    def go_on(settings: TrainConfig) -> nn.Module:
+        base = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="eager")
+        return PeftModel.from_pretrained(base, adapter.run.model, is_trainable=True)
+
+    expected = plain.train(settings, build=go_on)
+    assert curve(further).losses == pytest.approx(expected.losses, abs=1e-5)
+    assert curve(further).norms == pytest.approx(expected.norms, rel=1e-4)

@@ -66,6 +66,8 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"lora_rank_pattern": "=4"}, "lora_rank_pattern='=4' is refused: value error, a number has no module"),
         ({"lora_alpha_pattern": "q_proj=nan"}, "lora_alpha_pattern=q_proj='nan' is refused: input should be a finite"),
         ({"lora_alpha_pattern": "(=8"}, "lora_alpha_pattern='(=8' is refused: value error, ( is no regular expression"),
+        ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),
+        ({"method": "qlora", "modules_to_save": "lm_head"}, "modules_to_save=lm_head with method=qlora"),
         (
             {"method": "full", "freeze": "norm", "mixed_precision": "fp8"},
             "freeze=norm with mixed_precision=fp8, which only trained layers compute in; use bf16",
@@ -134,10 +136,13 @@ def test_idle_choices_are_warned_of() -> None:
 
 
 def test_every_option_of_adapters_is_ignored_without_adapters() -> None:
-    adapters = {"lora_rank_pattern": "q_proj=4", "lora_alpha_pattern": "q_proj=4"}
+    adapters: dict[str, object] = {"lora_rank_pattern": "q_proj=4", "lora_alpha_pattern": "q_proj=4"}
+    adapters |= {"modules_to_save": "lm_head", "use_dora": True}
     assert [mistake.option for mistake in ignored_choices(build(BASE | {"method": "full"} | adapters))] == [
         "lora_alpha_pattern",
         "lora_rank_pattern",
+        "modules_to_save",
+        "use_dora",
     ]
     lora = build(BASE | {"method": "lora", "freeze": "norm"} | adapters)
     assert [mistake.option for mistake in ignored_choices(lora)] == ["freeze"]

@@ -119,6 +119,48 @@ def test_patterns_that_are_unclear_are_refused(changes: dict[str, Any], line: st
         add_adapters(load_base(wrong), wrong)
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"modules_to_save": "lm_haed"}, "modules_to_save=lm_haed matches no module of"),
+        (
+            {"modules_to_save": "norm"},
+            r"modules_to_save=norm: peft compares ends of names, and would train",
+        ),
+        ({"modules_to_save": "mlp"}, r"modules_to_save=mlp: model\.layers\.0\.mlp is no single layer with weights"),
+        ({"modules_to_save": "embed_tokens"}, "modules_to_save=embed_tokens: embedding and output head are one weight"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save=lm_head: embedding and output head are one weight"),
+        (
+            {"modules_to_save": "q_proj", "lora_target_modules": "q_proj,k_proj"},
+            "modules_to_save=q_proj is in lora_target_modules too",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_saved_with_adapters_are_refused(changes: dict[str, Any], line: str) -> None:
+    wrong = config(method="lora", **changes)
+    with pytest.raises(ConfigError, match=line):
+        add_adapters(load_base(wrong), wrong)
+
+
+def test_a_module_that_is_saved_gets_no_adapter() -> None:
+    wanted = config(method="lora", modules_to_save="model.norm,layers.0.self_attn.q_proj")
+    model = add_adapters(load_base(wanted), wanted)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name}
+    assert {name.rpartition(".modules_to_save")[0].removeprefix("base_model.model.model.") for name in trained} == {
+        "norm",
+        "layers.0.self_attn.q_proj",
+    }
+    assert not [name for name, _ in model.named_parameters() if "layers.0.self_attn.q_proj" in name and "lora_" in name]
+
+
+def test_dora_on_stacked_experts_is_refused(tmp_path: Path) -> None:
+    wrong = config_for(
+        save_small(tmp_path, "mixtral"), method="lora", use_dora=True, lora_target_modules="w1,w2,w3", packing=False
+    )
+    with pytest.raises(ConfigError, match="use_dora=true: peft cannot add it to"):
+        add_adapters(load_base(wrong), wrong)
+
+
 @pytest.mark.parametrize(("family", "adapted"), [("falcon", True), ("deepseek_v4", False)])
 def test_a_linear_layer_of_its_own_is_adapted_if_its_product_is_plain(
     family: str, adapted: bool, tmp_path: Path
