@@ -162,7 +162,8 @@ def test_what_is_merged_and_what_goes_on_from_an_adapter_is_the_model_of_peft(un
         torch.testing.assert_close(stock(input_ids=ids).logits, logits, rtol=0, atol=1e-4)
         first = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="eager")(input_ids=ids).logits
     assert (first - logits).abs().max() > 0.1  # control: the base itself
-    further = run(1, "lora", True, "single", from_run=str(adapter.run.model), max_steps=2)
+    started = {"model_name_or_path": str(untied), "from_run": str(adapter.run.model)}
+    further = run(1, "lora", True, "single", max_steps=2, **started)
     assert "lora_rank_pattern: {}" not in (further.run.path / "config.yaml").read_text()
     settings = config("lora", True, **all_of_it(untied), max_steps=2)
 
