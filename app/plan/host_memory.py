@@ -51,8 +51,8 @@ def disk_bytes(config: TrainConfig, counted: Mapping[str, Any]) -> float:
     """Bytes of the checkpoints that are on disk at once, and of the export."""
     full = counted["whole"]
     model = [Tensor("model", (int(full["parameters"]),), counted["stored_dtype"])]
-    adapters = int(full["trained_inside"] + full["trained_outside"])
-    return float(bytes_needed(config, model, config.max_steps or _MANY_STEPS, adapters))
+    trained = int(full["trained_inside"] + full["trained_outside"])
+    return float(bytes_needed(config, model, config.max_steps or _MANY_STEPS, trained))
 
 
 def host_problem(phases: Mapping[str, float], memory: float | None) -> str | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,13 +43,13 @@ class Curve:
         return losses <= LOSS_TOLERANCE and norms <= NORM_TOLERANCE
 
 
-def build(config: TrainConfig) -> nn.Module:
-    """The stock model, with stock adapters for LoRA."""
-    model = AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32, attn_implementation="eager")
+def build(config: TrainConfig, base: str | Path = BASE_DIR, **settings: Any) -> nn.Module:
+    """The stock model, with stock adapters for LoRA, of which `settings` has more of peft's settings."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     if config.method == "full":
         return model
     set_seed(config.seed)
-    adapters = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules="all-linear")
+    adapters = LoraConfig(r=config.lora_r, lora_alpha=config.lora_alpha, target_modules="all-linear", **settings)
     return get_peft_model(model, adapters)
 
 

@@ -33,7 +33,6 @@ from trainers.data.padding import padding_token
 from trainers.data.prepare import load_tokenizer
 from trainers.data.template import Encoder
 from trainers.model.load import (
-    add_adapters,
     build_unread,
     compute_dtype,
     load_model_config,
@@ -41,6 +40,7 @@ from trainers.model.load import (
     stored_dtype,
     weight_files,
 )
+from trainers.model.lora import add_adapters
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head

@@ -16,12 +16,17 @@ LABELS = {
     "attn_implementation": "Attention kernel",
     # Method
     "method": "What is trained",
+    "freeze": "Weights to leave as they are",
     "lora_r": "Adapter rank",
     "lora_alpha": "Adapter scaling",
+    "lora_rank_pattern": "Ranks of some modules",
+    "lora_alpha_pattern": "Scalings of some modules",
     "lora_dropout": "Adapter dropout",
     "lora_target_modules": "Modules with adapters",
+    "modules_to_save": "Modules trained in full as well",
     "loraplus_lr_ratio": "Rate of B over that of A",
     "use_rslora": "Scaling stable at high ranks",
+    "use_dora": "Magnitude trained apart (DoRA)",
     # Objective
     "objective": "What to train for",
     "loss_type": "Form of the loss",

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from trainers.config.option_types import Names, Optionally, OptionGroup, option
+from trainers.config.option_types import (
+    MAX_RANK,
+    AlphaPattern,
+    Names,
+    Optionally,
+    OptionGroup,
+    RankPattern,
+    option,
+)
 
 
 class ModelOptions(OptionGroup):
@@ -39,15 +49,35 @@ class MethodOptions(OptionGroup):
 
     method: Literal["full", "lora", "qlora"] = option("method", "lora")
     """Train all weights, LoRA adapters on a frozen base, or LoRA adapters on a base quantized to 4 bits (nf4)."""
-    lora_r: int = option("method", 16, ge=1, le=4096)
+    freeze: Names = option("method", [])
+    """Weights that method=full leaves as they are, by parts of names: `embed_tokens,layers.0-3`."""
+    lora_r: int = option("method", 16, ge=1, le=MAX_RANK)
     """Rank of the adapters."""
     lora_alpha: float = option("method", 32.0, gt=0)
     """LoRA scaling; the adapters' output is multiplied by alpha / r."""
+    lora_rank_pattern: RankPattern = option("method", {})
+    """Other ranks for some modules: `q_proj=8,down_proj=32`; a suffix of the name, or a regex."""
+    lora_alpha_pattern: AlphaPattern = option("method", {})
+    """Other values of lora_alpha for some modules, such as `q_proj=16,down_proj=64`."""
     loraplus_lr_ratio: float = option("method", 1.0, ge=1, le=10**4)
     """Learning rate of the adapters' B matrices over that of their A matrices (LoRA+); its paper advises 16."""
     lora_dropout: float = option("method", 0.0, ge=0, lt=1)
     """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
     lora_target_modules: Names = option("method", ["all-linear"], min_length=1)
     """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
+    modules_to_save: Names = option("method", [])
+    """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
     use_rslora: bool = option("method", False)
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
+    use_dora: bool = option("method", False)
+    """DoRA: adapters turn a weight, and a trained vector has its magnitude; slower."""
+
+    def adapter_rank(self, module: str) -> int:
+        """The rank of an adapter by the name of its module."""
+        patterns = matching_patterns(self.lora_rank_pattern, module)
+        return self.lora_rank_pattern[patterns[0]] if patterns else self.lora_r
+
+
+def matching_patterns(patterns: Iterable[str], module: str) -> list[str]:
+    """Those of peft's patterns, regular expressions for the last parts of a name, that fit a module."""
+    return [pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", module)]

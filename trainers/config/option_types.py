@@ -16,6 +16,8 @@ from pydantic_core import PydanticCustomError
 from trainers.config.objective_file import split_objective
 from trainers.config.objectives import OBJECTIVES, REWARDS
 
+MAX_RANK = 4096
+"""Highest rank of an adapter."""
 MAX_PROFILED = 10
 """Steps to profile at most: of a large model, each has hundreds of thousands of events."""
 
@@ -29,7 +31,29 @@ def _pairs(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     pairs = [part.partition("=") for part in _split_commas(value)]
+    keys = [key.strip() for key, _, _ in pairs]
+    if twice := sorted({key for key in keys if keys.count(key) > 1}):
+        raise ValueError(f"{twice[0]} has two values")
     return {key.strip(): column.strip() for key, _, column in pairs}
+
+
+def _numbers(value: Any) -> Any:
+    """Pairs whose values are numbers, of which true and false are none."""
+    pairs = _pairs(value)
+    if isinstance(pairs, dict) and any(isinstance(number, bool) for number in pairs.values()):
+        raise ValueError("input should be numbers, not true or false")
+    return pairs
+
+
+def _patterns(value: dict[str, Any]) -> dict[str, Any]:
+    for pattern in value:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern} is no regular expression ({error})") from None
+        if not pattern:
+            raise ValueError("a number has no module before its =")
+    return value
 
 
 def _none_word(value: Any) -> Any:
@@ -89,6 +113,12 @@ def _rewards(value: list[str]) -> list[str]:
 
 Names = Annotated[list[str], BeforeValidator(_split_commas)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_pairs)]
+RankPattern = Annotated[
+    dict[str, Annotated[int, Field(ge=1, le=MAX_RANK)]], BeforeValidator(_numbers), AfterValidator(_patterns)
+]
+"""Ranks of adapters by module, as peft's `rank_pattern`."""
+AlphaPattern = Annotated[dict[str, Annotated[float, Field(gt=0)]], BeforeValidator(_numbers), AfterValidator(_patterns)]
+"""Scalings of adapters by module, as peft's `alpha_pattern`."""
 Optionally = BeforeValidator(_none_word)
 NoWord = BeforeValidator(_off)
 IsoDate = Annotated[str, BeforeValidator(_iso_date)]

@@ -54,6 +54,8 @@ def _explain(detail: dict[str, Any]) -> Mistake:
     """Converts a pydantic error to a mistake."""
     name, value, context = str(detail["loc"][0]), detail["input"], detail.get("ctx", {})
     text = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    keys = [key for key in detail["loc"][1:] if isinstance(key, str)]  # of a mapping
+    text = "=".join([*keys, text])
     if detail["type"] == "extra_forbidden":
         return unknown_option(name)
     if detail["type"] == "missing":
@@ -114,6 +116,14 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "use method=full or merge_adapter"),
         (config.random_init and method == "qlora",
          "random_init", True, "with method=qlora: there are no pretrained weights to quantize", "use method=full"),
+        (bool(config.freeze) and method == "full" and config.mixed_precision == "fp8",
+         "freeze", ",".join(config.freeze), "with mixed_precision=fp8, which only trained layers compute in",
+         "use bf16"),
+        (bool(config.modules_to_save) and method == "qlora",
+         "modules_to_save", ",".join(config.modules_to_save), "with method=qlora, whose modules are in 4 bits",
+         "use lora"),
+        (config.use_dora and method == "qlora",
+         "use_dora", True, "with method=qlora, which would dequantize every weight twice in each pass", "use lora"),
         (config.mixed_precision == "fp8" and method != "full",
          "mixed_precision", "fp8", f"with method={method}: only trained linear layers compute in float8", "use bf16"),
         (not config.master_weights and method != "full",
@@ -178,6 +188,7 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
     """Returns a mistake for each option that does not fit the objective."""
     spec, objective = config.objective_spec, f"with objective={config.objective}"
     metrics = [name for name in evaluation_metrics(spec) if name in ("eval_loss", *HIGHER_IS_BETTER)]
+    method = config.method
     samples = spec.samples and (config.recorded_answers is None or config.has_evaluation())
     smooths = config.loss_type in (None, "sigmoid", "robust", "sigmoid_norm")
     rules: list[tuple[bool, str, object, str, str]] = [
@@ -215,6 +226,8 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "desirable_weight", 0, "with undesirable_weight=0: nothing would be learned", "set one of them, such as 1"),
         (spec.scalar_head and config.method == "qlora",
          "method", "qlora", f"{objective}: its head is not kept out of quantization", "use lora"),
+        (spec.scalar_head and method != "full" and "score" in config.modules_to_save,
+         "modules_to_save", "score", f"{objective}, whose head is trained in full anyway", "leave it out"),
         (spec.scalar_head and "score" in config.lora_target_modules,
          "lora_target_modules", "score", f"{objective}, whose head is trained in full", "leave it out"),
         (spec.loss_of == "documents" and not config.assistant_only_loss,
@@ -249,8 +262,11 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignored.extend(Mistake(name, value, f"is ignored: {reason}") for name in sorted(names))
 
     if config.method == "full":
-        ignore((name for name in changed if "lora" in name), "method=full has no adapters")
-    elif config.ddp_find_unused_parameters:
+        of_adapters = {name for name in changed if "lora" in name or name in ("modules_to_save", "use_dora")}
+        ignore(of_adapters, "method=full has no adapters")
+    else:
+        ignore({"freeze"} & changed, f"method={config.method} trains adapters alone")
+    if config.method != "full" and config.ddp_find_unused_parameters:
         ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)
     spec = config.objective_spec
     ignore({*OWN_OPTIONS} & changed - {*spec.options}, f"objective={spec.name} does not read it")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
@@ -13,8 +14,10 @@ from torch import nn
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
-from trainers.model.load import adapts_tied, model_path
+from trainers.model.load import model_path
+from trainers.model.lora import adapts_tied, copies
 from trainers.model.probe import in_one_line
+from trainers.model.stored import replace
 from trainers.model.weight_names import Shapes, misfits
 from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of
 from trainers.run.json_file import load_json
@@ -115,6 +118,9 @@ def load_start(config: TrainConfig, model: Any) -> None:
         if config.method == "full":
             _merge(adapter, model)
         else:
+            for weight in model.parameters():
+                if weight.requires_grad and weight.is_meta:  # left in the base's files, and saved by the adapter
+                    replace(weight, nn.Parameter(torch.empty(weight.shape, dtype=weight.dtype)))
             adapter.load_into(model)
     except ValueError as error:
         raise ConfigError.about("from_run", folder, f"cannot be used: {error}", "check its base model") from None
@@ -124,6 +130,8 @@ def _merge(adapter: Adapter, model: Any) -> None:
     """Adds an adapter to the weights of a full model in place; which of them are trained does not change."""
     trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     adapted = adapter.attach(model)
+    if copies(adapted) and model.config.get_text_config().tie_word_embeddings:
+        raise ValueError("it replaces modules of a model with tied embeddings")
     if adapts_tied(model, list(adapted.targeted_module_names)):
         raise ValueError("it adapts one of two tied embeddings; `tunesmith export RUN --merged` gives each its own")
     merged = adapted.merge_and_unload()

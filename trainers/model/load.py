@@ -1,4 +1,4 @@
-"""Loads a base model, adds adapters, and decides the dtype of each weight.
+"""Loads a base model, and decides the dtype of each weight.
 
 Weights come from the pretrained files or from a seeded initialisation, and are equal on every rank.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import logging
 import math
 import os
 from collections import Counter
@@ -21,7 +20,6 @@ import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
@@ -31,7 +29,8 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
-from trainers.model.experts import router_names
+from trainers.model.freezing import freeze
+from trainers.model.lora import add_adapters, leave_derived
 from trainers.model.mixers import split_mixers
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import (
@@ -46,11 +45,9 @@ from trainers.model.randomness import drop_randomness, route_as_in_inference
 from trainers.model.reachability import (
     freeze_unreached,
     reach_lines,
-    reach_noted,
     reach_of,
     reach_of_loaded,
     refuse_unreached,
-    text_parts,
     without_log,
 )
 from trainers.model.rope_scaling import refuse_unscaled, scale_rope
@@ -60,7 +57,6 @@ from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
-from trainers.objectives.output_head import scalar_head, with_weights
 from trainers.run.from_run import adapter_of
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
@@ -283,11 +279,20 @@ def build_model(config: TrainConfig) -> nn.Module:
     """Builds the model to train: the base model, with adapters unless `method=full`.
 
     Raises:
-        ConfigError: see `load_base` and `add_adapters`.
+        ConfigError: see `load_base`, `add_adapters` and `freeze`.
     """
     base = load_base(config)
     use_checkpointing(base, config)
-    return base if config.method == "full" else add_adapters(base, config)
+    return _trainable(base, config)
+
+
+def _trainable(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
+    """The base with adapters, or with the weights frozen that the config names."""
+    if config.method != "full":
+        return add_adapters(base, config)
+    for line in freeze(config, base):
+        _say(line)
+    return base
 
 
 def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
@@ -313,11 +318,9 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
     if config.method == "qlora":
         sources = leave_quantised(base, sources)
     use_checkpointing(base, config)
-    if config.method == "full":
-        model: nn.Module = base
-    else:
-        with without_memory(base):
-            model = add_adapters(base, config)
+    with without_memory(base):
+        model = _trainable(base, config)
+    leave_derived(model, sources)
     weights = model.named_parameters(remove_duplicate=False)
     return model, {name: sources[id(weight)] for name, weight in weights if id(weight) in sources}
 
@@ -348,126 +351,6 @@ def _keep_products(context: Any, operation: Any, *inputs: Any, **kwargs: Any) ->
     name = operation.name().partition(".")[0].rpartition("::")[2]
     dear = name in ("mm", "addmm", "bmm", "baddbmm", "linear", "_varlen_attn", "_scaled_mm") or "dot_product" in name
     return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def add_adapters(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
-    """Freezes the base and adds LoRA adapters in fp32, initialised equally on every rank by the seed.
-
-    Raises:
-        ConfigError: if `lora_target_modules` matches no module, or merging would change tied embeddings.
-    """
-    from peft import LoraConfig, get_peft_model
-
-    # Leave out modules that text does not reach; with "all-linear", also routers and layers adapters do not fit.
-    targets = config.lora_target_modules
-    spoken = {id(module) for part in text_parts(base) for module in part.modules()}
-    spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
-    spared += {name.rpartition(".")[0] for name in reach_noted(base).unreached}
-    everything = targets == ["all-linear"]
-    if everything:
-        spared += router_names(base) + _unadapted(base)
-    adapters = LoraConfig(
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=_without_routers(base) if everything else targets,
-        exclude_modules=spared or None,
-        use_rslora=config.use_rslora,
-        task_type="SEQ_CLS" if config.objective_spec.scalar_head else "CAUSAL_LM",  # the former trains its head in full
-        revision=config.model_revision,
-    )
-    set_seed(config.seed)
-    left_out = {*spared, *_unadapted(base)}
-    free = [name for name, part in base.named_modules() if _adaptable(part) and name not in left_out]
-    names = sorted({name.rpartition(".")[2] for name in free})
-    try:
-        model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
-        got = list(model.targeted_module_names)
-    except ValueError as error:
-        logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
-        got = []
-    head: Any = scalar_head(base)
-    if head is not None:
-        head.original_module.to(base_dtype(config))  # frozen and unused; peft made the trained copy from it
-    missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
-    if missing or not got:
-        raise ConfigError.about(
-            "lora_target_modules",
-            ",".join(missing or targets),
-            f"matches no module of {config.model_name_or_path}",
-            f"use all-linear, or some of {', '.join(names)}",
-        )
-    _refuse_merging_tied(config, base, got)
-    return model
-
-
-def _without_routers(base: PreTrainedModel) -> str | list[str]:
-    """`all-linear`, or what is left of it where peft would take it for stacked experts and their router as well."""
-    from peft import LoraConfig
-    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-
-    converted = LoraConfig(target_modules="all-linear")
-    convert_peft_config_for_transformers(converted, base, None)
-    return sorted(converted.target_modules or []) if converted.target_parameters else "all-linear"
-
-
-def _adaptable(part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) or type(part).__name__ == "Conv1D"  # GPT-2's linear layers
-
-
-_MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
-
-
-def _unadapted(base: Any) -> list[str]:
-    """Names of linear layers that adapters do not fit, as they do not compute a plain linear product."""
-    names = []
-    for name, part in base.named_modules():
-        mamba = base.config.model_type in _MAMBA and _ends(name, "out_proj")  # peft refuses these
-        # Subclasses in transformers with their own forward, such as DeepSeek-V4's grouped product. Not bitsandbytes'
-        # layers, which peft supports.
-        own = type(part).__module__.startswith("transformers") and type(part).forward is not nn.Linear.forward
-        if (mamba and _adaptable(part)) or (own and isinstance(part, nn.Linear) and not _multiplies(part)):
-            names.append(name)
-    return names
-
-
-@torch.no_grad()
-def _multiplies(layer: nn.Linear) -> bool:
-    """Whether a layer computes a plain linear product in its own way, as Falcon's do; tried with small weights."""
-    generator = torch.Generator().manual_seed(0)
-    inputs, weight, bias = (torch.randn(size, generator=generator) for size in ((2, 6), (4, 6), (4,)))
-    small: dict[str, torch.Tensor | None] = {"weight": weight, "bias": None if layer.bias is None else bias}
-    try:
-        with unset_fake_temporarily(), with_weights(layer, small):
-            output = layer(inputs)
-    except Exception:  # as other products do
-        return False
-    expected = nn.functional.linear(inputs, weight, small["bias"])
-    return isinstance(output, torch.Tensor) and output.shape == expected.shape and torch.allclose(output, expected)
-
-
-def _ends(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")
-
-
-def _refuse_merging_tied(config: TrainConfig, base: Any, targeted: list[str]) -> None:
-    """Raises ConfigError if merging an adapter into one of two tied matrices would change the other one too."""
-    if config.merge_adapter and adapts_tied(base, targeted):
-        raise ConfigError.about(
-            "merge_adapter",
-            True,
-            "with an adapter on tied embeddings would change both of them",
-            "leave lm_head and the embedding out of lora_target_modules, or export the adapter",
-        )
-
-
-def adapts_tied(base: Any, targeted: list[str]) -> bool:
-    """Whether adapters are on an output head or embedding that have one weight in common."""
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if head is None or head.weight is not embedding.weight:
-        return False
-    tied = [name for name, part in base.named_modules() if part is head or part is embedding]
-    return any(_ends(target, name.rpartition(".")[2]) for name in tied for target in targeted)
 
 
 def compile_blocks(base: PreTrainedModel) -> None:

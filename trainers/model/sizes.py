@@ -18,7 +18,10 @@ def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int,
         expert_share: see `trainers.model.experts.expert_share`; counts that much of the experts' weights.
     """
     trained = frozen = 0
+    replaced = {id(part) for module in model.modules() for part in [getattr(module, "original_module", None)]}
     for module in model.modules():
+        if id(module) in replaced:  # by a trained copy
+            continue
         if isinstance(module, nn.Linear) and module.weight is not None:
             # The weight may be packed or sharded.
             counts = [(module.in_features * module.out_features, module.weight.requires_grad)]

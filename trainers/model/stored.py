@@ -128,6 +128,36 @@ class ConvertedTensor:
             target.detach().copy_(self.mapped()[part])
 
 
+@dataclass(frozen=True)
+class NormsOf:
+    """The norms of a stored matrix, which the magnitudes of DoRA begin with, in peft's arithmetic.
+
+    Args:
+        matrix: where the matrix comes from.
+        dtype: its dtype in the model.
+        dim: 1 for the norms of its rows, 0 for those of its columns.
+    """
+
+    matrix: Source
+    dtype: torch.dtype
+    dim: int
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([self.matrix.shape[1 - self.dim]])
+
+    def mapped(self) -> torch.Tensor:
+        """All norms; the matrix is in memory for a moment."""
+        matrix = torch.empty(self.matrix.shape, dtype=self.dtype)
+        self.matrix.read(matrix)
+        return torch.linalg.norm(matrix, dim=self.dim)
+
+    def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """See `StoredTensor.read`."""
+        if target.numel():
+            target.detach().copy_(self.mapped()[part])
+
+
 class Source(Protocol):
     """Where a weight comes from."""
 

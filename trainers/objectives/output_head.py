@@ -49,6 +49,12 @@ def scalar_head(model: Any) -> Any:
     return getattr(model, SCALAR_HEAD, None) if "ForSequenceClassification" in type(model).__name__ else None
 
 
+def _computing(head: Any) -> Any:
+    """The layer that computes: peft's trained copy of a head, if it has one."""
+    copies = getattr(head, "modules_to_save", None)
+    return head if copies is None else copies["default"]
+
+
 class _DecoderOutput(BaseModelOutput):
     """Hidden states, and None for everything else that a family's decoder may return."""
 
@@ -67,7 +73,7 @@ def find_head_rule(model: Any) -> HeadRule | None:
     Returns:
         The rule; None if the model computes its logits in another way, or changes its inputs before its decoder.
     """
-    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    head, decoder = _computing(model.get_output_embeddings()), model.get_decoder()
     # Not a subclass: quantised and adapted heads compute something else.
     if type(head) is not nn.Linear or decoder is None or decoder is model:
         return None

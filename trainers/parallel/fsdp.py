@@ -24,6 +24,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.casts import only_cast
 from trainers.model.reachability import reach_noted
+from trainers.objectives.output_head import SCALAR_HEAD
 from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
 from trainers.parallel.fill import fill, filler
 from trainers.parallel.norm import clip_grad_norm
@@ -298,11 +299,12 @@ def _refuse_odd_adapters(loss: Any) -> None:
     for name, module in loss.named_modules():
         kind = type(module).__name__
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
-        odd = trained and not isinstance(module, nn.Linear)
+        saved = ".modules_to_save." in name and not name.endswith(f"{SCALAR_HEAD}.modules_to_save.default")
+        odd = trained and (saved or not isinstance(module, nn.Linear))
         if kind == "ParamWrapper" or (mixed and odd):
             raise ConfigError(
                 f"fsdp1 cannot shard the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that "
-                "module out of lora_target_modules"
+                f"module out of {'modules_to_save' if saved else 'lora_target_modules'}"
             )
 
 

@@ -283,11 +283,24 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
     layer_cost = sum(sum(matmul_parameters(layer, share)) for layer in decoder.layers) / len(decoder.layers)
     head_cost = head.in_features * head.out_features
     try:
-        return balance(len(decoder.layers), ranks * SCHEDULES[schedule].chunks, layer_cost, head_cost)
+        layers = balance(len(decoder.layers), ranks * SCHEDULES[schedule].chunks, layer_cost, head_cost)
     except ValueError as error:
         raise ConfigError(
             f"pp_size={ranks} with pp_schedule={schedule}: {error}, so a smaller pp_size or another schedule"
         ) from None
+    _refuse_frozen_stages(loss, layers)
+    return layers
+
+
+def _refuse_frozen_stages(loss: Any, layers: list[range]) -> None:
+    """Raises ConfigError if a stage trains nothing: it would have no gradient to send, and no optimizer."""
+    decoder, last = loss.base.get_decoder(), len(layers) - 1
+    outside = {0: [loss.base.get_input_embeddings()], last: [_norm(decoder), loss.base.get_output_embeddings()]}
+    for stage, numbers in enumerate(layers):
+        parts = [*(decoder.layers[number] for number in numbers), *outside.get(stage, [])]
+        if not any(weight.requires_grad for part in parts for weight in part.parameters()):
+            problem = f"pipeline stage {stage} of {len(layers)} (layers {numbers.start} to {numbers.stop - 1})"
+            raise ConfigError(f"{problem} trains nothing; freeze less, adapt more, or use another strategy")
 
 
 def tied_weight(loss: Any) -> str | None:

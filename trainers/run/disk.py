@@ -84,7 +84,7 @@ def local_tensors(config: TrainConfig) -> list[Tensor]:
 
 
 def bytes_needed(
-    config: TrainConfig, tensors: list[Tensor], steps: int | None, adapter_weights: int | None = None
+    config: TrainConfig, tensors: list[Tensor], steps: int | None, trained_weights: int | None = None
 ) -> int:
     """Returns the peak bytes of checkpoints, export and logs.
 
@@ -92,20 +92,20 @@ def bytes_needed(
         config: Config of the run.
         tensors: Weights of its base model.
         steps: Steps of the run; if None, `max_steps`, and without that one checkpoint is assumed.
-        adapter_weights: Number of weights of the adapters, if known; by default they are counted by `tensors`, without
-            those on experts, whose number depends on how transformers fuses them.
+        trained_weights: Number of trained weights, if known; by default they are counted by `tensors`, without adapters
+            on experts, whose number depends on how transformers fuses them.
     """
     limit = config.num_hidden_layers
     present = [tensor for tensor in tensors if limit is None or (tensor.layer() or 0) < limit]
-    adapters = _adapter_weights(config, present) if adapter_weights is None else adapter_weights
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
-    trained = every if config.method == "full" else adapters
+    trained = every if config.method == "full" else _adapter_weights(config, present)
+    trained = trained if trained_weights is None else trained_weights
     # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
     checkpoint = trained * (weight + state)
     full_model = config.method == "full" or config.merge_adapter
-    exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else adapters
+    exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else trained
     export = exported * _DTYPE_BYTES[_export_dtype(config, present)]
     return _LOG_BYTES + math.ceil(_checkpoints(config, steps) * checkpoint + export)
 
@@ -125,7 +125,10 @@ def _adapter_weights(config: TrainConfig, tensors: list[Tensor]) -> int:
         tensor for tensor in tensors
         if len(tensor.shape) == 2 and tensor.is_text and tensor.layer() is not None and not is_expert(tensor.name)
     ]  # fmt: skip
-    return sum(config.lora_r * sum(matrix.shape) for matrix in matrices if everywhere or matrix.name.endswith(ends))
+    adapted = [matrix for matrix in matrices if everywhere or matrix.name.endswith(ends)]
+    magnitudes = sum(matrix.shape[0] for matrix in adapted) if config.use_dora else 0
+    ranks = {matrix.name: config.adapter_rank(matrix.name.removesuffix(".weight")) for matrix in adapted}
+    return magnitudes + sum(ranks[matrix.name] * sum(matrix.shape) for matrix in adapted)
 
 
 def _export_dtype(config: TrainConfig, tensors: list[Tensor]) -> str:
@@ -153,7 +156,7 @@ def free_bytes(folder: Path) -> int:
 
 def check_room(
     config: TrainConfig, tensors: list[Tensor], folder: Path, steps: int | None = None,
-    adapter_weights: int | None = None,
+    trained_weights: int | None = None,
 ) -> None:  # fmt: skip
     """Checks that the disk has room for checkpoints and export.
 
@@ -162,13 +165,13 @@ def check_room(
         tensors: Weights of its base model.
         folder: The run folder; need not exist.
         steps: Steps of the run, if known.
-        adapter_weights: Number of weights of the adapters, if known.
+        trained_weights: Number of trained weights, if known.
 
     Raises:
         ConfigError: If there is too little room; states the bytes needed and free.
     """
     free = free_bytes(folder)
-    needed = bytes_needed(config, tensors, steps, adapter_weights)
+    needed = bytes_needed(config, tensors, steps, trained_weights)
     needed -= _written(folder)
     if free < needed:
         count = _checkpoints(config, steps)

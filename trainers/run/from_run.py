@@ -34,14 +34,15 @@ from trainers.run.manifest import sha256
 from trainers.run.weight_headers import read_header, read_headers
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_ADAPTER = ("lora_r", "lora_alpha", "lora_target_modules", "use_rslora")
-"""Options that a saved adapter determines."""
 _BASE = ("num_hidden_layers", "rope_scaling", "rope_factor", "rope_original_max_positions")
 """Options that change a base model; the files of full weights include what they did."""
 _SCORED = "SEQ_CLS"
 """The `task_type` of a reward model's adapter, which contains its head."""
+_HEADS = ("classifier", "score")
+"""What peft adds to the `modules_to_save` of an adapter with a scalar head."""
 _UNDERSTOOD = frozenset({
     "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
+    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora",
     "peft_type", "task_type", "peft_version", "inference_mode", "init_lora_weights", "exclude_modules",
     "megatron_core", "qalora_group_size",
 })  # fmt: skip
@@ -271,6 +272,9 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
         return fixed, {}
     targets = saved["target_modules"]
     own = {"lora_r": saved["r"], "lora_alpha": saved["lora_alpha"], "use_rslora": saved.get("use_rslora", False)}
+    own["use_dora"] = saved.get("use_dora", False)
+    own |= {f"lora_{name}": saved.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
+    own["modules_to_save"] = [name for name in saved.get("modules_to_save") or [] if name not in _HEADS]
     own["lora_target_modules"] = trained.get("lora_target_modules") or sorted(targets)
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 
@@ -299,20 +303,12 @@ def _read_adapter(source: Source) -> dict[str, Any]:
     kind = saved.get("peft_type") if isinstance(saved, dict) else None
     if kind != "LORA":
         raise ConfigError.about("from_run", source.folder, f"is a peft adapter of type {kind!r}", "use one of LORA")
-    head = ("modules_to_save",) if saved.get("task_type") == _SCORED and _saves_head(saved) else ()
-    understood = {*_UNDERSTOOD, *head}
-    other = [f"{key}={value}" for key, value in saved.items() if key not in understood and value and value != "none"]
+    other = [f"{key}={value}" for key, value in saved.items() if key not in _UNDERSTOOD and value and value != "none"]
     if other:
         raise ConfigError(_unmergeable(source, f"its {ADAPTER_CONFIG} has {', '.join(other)}, which is not supported"))
     if not isinstance(saved.get("target_modules"), list):
         raise ConfigError(_unmergeable(source, f"the target_modules in its {ADAPTER_CONFIG} are not a list of names"))
     return saved
-
-
-def _saves_head(saved: Mapping[str, Any]) -> bool:
-    """Whether the adapter's modules that are saved whole are those that peft adds for a scalar head."""
-    modules = saved.get("modules_to_save")
-    return isinstance(modules, list) and set(modules) <= {"classifier", "score"}
 
 
 def _unmergeable(source: Source, reason: str) -> Mistake:

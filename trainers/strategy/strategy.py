@@ -27,6 +27,7 @@ from trainers.strategy.accelerate_schema import AccelerateConfig
 from trainers.strategy.deepspeed_rules import SOURCE, leaves_parity, output_paths, read_json
 from trainers.strategy.deepspeed_schema import QUANTIZED, DeepSpeedJson
 from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted, size_option
+from trainers.strategy.method_refusal import method_refusal
 from trainers.strategy.objective_refusal import objective_refusal
 from trainers.strategy.pipeline_schedules import SCHEDULES, micro_batch_mistake
 from trainers.strategy.schema import MAX_PROCESSES, ignored_keys
@@ -366,8 +367,8 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config):
         return reason
-    if config.method == "qlora" and divides:
-        return f"method=qlora with {strategy.sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
+    if reason := method_refusal(strategy.sizes, config):
+        return reason
     if config.ddp_comm_hook != "none" and divides:
         hook = config.ddp_comm_hook
         return f"ddp_comm_hook={hook} would sum over all ranks, whose weights differ under tp, pp and ep; leave it out"

@@ -27,7 +27,8 @@ from trainers.data.formats import RowError
 from trainers.data.template import Encoder
 from trainers.data.tokenizer import load_tokenizer
 from trainers.model.attention import avoid_cudnn
-from trainers.model.load import add_adapters, compute_dtype, load_base, model_path
+from trainers.model.load import compute_dtype, load_base, model_path
+from trainers.model.lora import add_adapters
 from trainers.model.rope_scaling import position_limit
 from trainers.run.folder import RunFolder
 from trainers.run.manifest import verify

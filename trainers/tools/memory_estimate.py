@@ -35,7 +35,9 @@ from trainers.config.yaml_file import read_yaml
 from trainers.data.layout import TopTokens
 from trainers.model.attention import KERNELS
 from trainers.model.experts import chosen_count, expert_share
-from trainers.model.load import add_adapters, base_dtype, compute_dtype, load_model_config, use_checkpointing
+from trainers.model.freezing import freeze
+from trainers.model.load import base_dtype, compute_dtype, load_model_config, use_checkpointing
+from trainers.model.lora import add_adapters
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
@@ -150,7 +152,11 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
         for weight in silent_weights(base):
             weight.requires_grad_(False)
         use_checkpointing(base, config)
-        return base if config.method == "full" else add_adapters(base, config)
+        if config.method != "full":
+            return add_adapters(base, config, complete=layers is None)
+        if layers is None:  # in a small model, it would be other layers
+            freeze(config, base)
+        return base
 
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:

@@ -15,8 +15,8 @@ from trainers.config.teacher import about_frozen, teacher_config
 from trainers.data.prepare import load_tokenizer
 from trainers.model.config_checks import own_code
 from trainers.model.fp8 import convert
+from trainers.model.freezing import freeze
 from trainers.model.load import (
-    add_adapters,
     base_dtype,
     check_attention,
     compiled_blocks,
@@ -25,6 +25,7 @@ from trainers.model.load import (
     load_model_config,
     model_path,
 )
+from trainers.model.lora import add_adapters
 from trainers.model.probe import in_one_line
 from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
@@ -58,7 +59,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
 
     Returns:
         `lines` for the user, `vocab_size`, `positions` that the model supports with `rope_scaling`, and
-        for some models `adapter_weights`, their number.
+        for some models `trained_weights`, their number.
 
     Raises:
         ConfigError: If the config describes no causal language model that can be built and trained here, the weights in
@@ -78,12 +79,15 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     model, reach = check_empty(config, model_config), reach_of(config, model_config)
     freeze_unreached(model, reach)
     splits = strategy.splits_model
-    # Adding adapters reveals `lora_target_modules` that match no module, and counts the adapters on experts.
-    mixture = any(map(is_expert, headers or {}))
-    if config.method != "full" and (splits or mixture or config.lora_target_modules != ["all-linear"]):
+    # Adding adapters reveals names that match no module, and counts the adapters on experts.
+    patterns = config.lora_rank_pattern or config.lora_alpha_pattern or config.modules_to_save
+    special = config.lora_target_modules != ["all-linear"] or patterns or config.use_dora
+    if config.method != "full" and (splits or special or any(map(is_expert, headers or {}))):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)
-        facts["adapter_weights"] = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        facts["trained_weights"] = _trained(model)
+    if config.method == "full" and freeze(config, model):
+        facts["trained_weights"] = _trained(model)
     check_attention(config, model_config)
     refuse_unreached(config, model_config.model_type, reach.unreached)
     if config.mixed_precision == "fp8":
@@ -101,6 +105,11 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         remedy = "use an unquantized copy of the model"
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, problem, remedy) from None
     return {"lines": fit_lines(config, report, model_config), **facts}
+
+
+def _trained(model: Any) -> int:
+    """Number of weights that are trained."""
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
 
 
 def _refuse_sizes(model_config: Any, strategy: Strategy) -> None:

@@ -56,8 +56,8 @@ _CONFIG = "config.json"
 _UNREAD = "the headers of the weight files could not be read from the Hub; the start of the run checks them"
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
-                  "ddp_find_unused_parameters", "rope_scaling", "rope_factor",
-                  "rope_original_max_positions")  # fmt: skip
+                  "ddp_find_unused_parameters", "rope_scaling", "rope_factor", "rope_original_max_positions", "freeze",
+                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora")  # fmt: skip
 
 
 def check(
@@ -103,7 +103,7 @@ def check(
         refuse_other_columns(config, train, evaluation)
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None:
-        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("adapter_weights"))
+        check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("trained_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
     return [*lines, *model["lines"], *scaling_lines, *report_lines(train, evaluation), describe_plan(plan)]

@@ -56,6 +56,22 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"random_init": True}, "random_init=true with method=lora would export adapters without a base"),
         ({"resume_from_checkpoint": "auto"}, "resume_from_checkpoint=auto needs output_dir"),
         ({"report_to": "tensorbord"}, "report_to=tensorbord is not a tracker"),
+        ({"lora_rank_pattern": "q_proj"}, "lora_rank_pattern=q_proj='' is refused: input should be a valid integer"),
+        ({"lora_rank_pattern": "q_proj=0"}, "lora_rank_pattern=q_proj='0' is refused: input should be greater"),
+        ({"lora_rank_pattern": {"q_proj": True}}, "lora_rank_pattern={'q_proj': True} is refused: value error, input"),
+        (
+            {"lora_rank_pattern": "q_proj=4,q_proj=8"},
+            "lora_rank_pattern='q_proj=4,q_proj=8' is refused: value error",
+        ),
+        ({"lora_rank_pattern": "=4"}, "lora_rank_pattern='=4' is refused: value error, a number has no module"),
+        ({"lora_alpha_pattern": "q_proj=nan"}, "lora_alpha_pattern=q_proj='nan' is refused: input should be a finite"),
+        ({"lora_alpha_pattern": "(=8"}, "lora_alpha_pattern='(=8' is refused: value error, ( is no regular expression"),
+        ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),
+        ({"method": "qlora", "modules_to_save": "lm_head"}, "modules_to_save=lm_head with method=qlora"),
+        (
+            {"method": "full", "freeze": "norm", "mixed_precision": "fp8"},
+            "freeze=norm with mixed_precision=fp8, which only trained layers compute in; use bf16",
+        ),
         ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
         ({"run_name": "x" * 300}, "run_name="),
     ],
@@ -117,6 +133,19 @@ def test_idle_choices_are_warned_of() -> None:
         "num_train_epochs=3.0",
         "warmup_ratio=0.1",
     ]
+
+
+def test_every_option_of_adapters_is_ignored_without_adapters() -> None:
+    adapters: dict[str, object] = {"lora_rank_pattern": "q_proj=4", "lora_alpha_pattern": "q_proj=4"}
+    adapters |= {"modules_to_save": "lm_head", "use_dora": True}
+    assert [mistake.option for mistake in ignored_choices(build(BASE | {"method": "full"} | adapters))] == [
+        "lora_alpha_pattern",
+        "lora_rank_pattern",
+        "modules_to_save",
+        "use_dora",
+    ]
+    lora = build(BASE | {"method": "lora", "freeze": "norm"} | adapters)
+    assert [mistake.option for mistake in ignored_choices(lora)] == ["freeze"]
 
 
 def test_flags_yaml_and_preset_read_the_same(tmp_path: Path) -> None:

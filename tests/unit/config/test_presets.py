@@ -41,7 +41,7 @@ from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers
 from trainers.model.experts import has_experts, router_names
-from trainers.model.load import add_adapters
+from trainers.model.lora import add_adapters
 from trainers.model.quantization import refuse_unfit
 from trainers.objectives.output_head import find_head_rule
 from trainers.strategy.strategy import load_strategy, strategy_names

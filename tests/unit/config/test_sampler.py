@@ -53,6 +53,8 @@ def test_an_address_that_is_not(url: str) -> None:
         ({"method": "full"}, "method=full with sampler_url: the server gets an adapter, not all weights"),
         ({"method": "qlora"}, "method=qlora with sampler_url: the adapter is trained on a base in 4 bits"),
         ({"random_init": True, "merge_adapter": True}, "random_init=true with sampler_url: the server has the pre"),
+        ({"use_dora": True}, "use_dora=true with sampler_url: the server adds adapters of plain LoRA"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save=lm_head with sampler_url: the server adds adapters"),
         ({"num_hidden_layers": 1}, "num_hidden_layers=1 with sampler_url: the server has all layers"),
         ({"rope_scaling": "linear", "rope_factor": 2.0}, "rope_scaling=linear with sampler_url: the server has the"),
         ({"recorded_answers": "x"}, "recorded_answers and sampler_url are both set"),

@@ -17,7 +17,8 @@ from tests.families import config_for as config
 from tests.families import save_small as saved
 from trainers.embedded import BASE_DIR
 from trainers.model.adapter import Adapter
-from trainers.model.load import add_adapters, load_base
+from trainers.model.load import load_base
+from trainers.model.lora import add_adapters
 
 Tensors = dict[str, torch.Tensor]
 WEIGHTS, SETTINGS, FIRST = "adapter_model.safetensors", "adapter_config.json", "layers.0.mlp.down_proj"

@@ -14,7 +14,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.model.experts import adapter_lines, expert_share, router_names
-from trainers.model.load import add_adapters
+from trainers.model.lora import add_adapters
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
 
 SIZES = {

@@ -20,7 +20,8 @@ from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_values
-from trainers.model.load import add_adapters, build_model, load_base
+from trainers.model.load import build_model, load_base
+from trainers.model.lora import add_adapters
 from trainers.model.probe import check_model_computes
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.sft import linear_cross_entropy
@@ -92,6 +93,71 @@ def test_a_model_that_builds_its_own_mask_is_refused() -> None:
 def test_an_adapter_target_that_fits_nothing_is_named(targets: list[str]) -> None:
     wrong = config(lora_target_modules=targets)
     with pytest.raises(ConfigError, match=rf"lora_target_modules={targets[-1]} matches no module .* some of .*q_proj"):
+        add_adapters(load_base(wrong), wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            {"lora_rank_pattern": "q_proj=4,k_porj=8"},
+            r"lora_rank_pattern=k_porj=8 matches no module .* some of .*k_proj",
+        ),
+        (
+            {"lora_target_modules": "q_proj", "lora_alpha_pattern": "v_proj=8"},
+            r"lora_alpha_pattern=v_proj=8 matches no module that has an adapter; name some of q_proj",
+        ),
+        (
+            {"lora_rank_pattern": r"q_proj=4,layers\.0.*=8"},
+            r": q_proj and layers\\.0\.\* both match model\.layers\.0\.self_attn\.q_proj",
+        ),
+    ],
+)
+def test_patterns_that_are_unclear_are_refused(changes: dict[str, Any], line: str) -> None:
+    wrong = config(method="lora", **changes)
+    with pytest.raises(ConfigError, match=line):
+        add_adapters(load_base(wrong), wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"modules_to_save": "lm_haed"}, "modules_to_save=lm_haed matches no module of"),
+        (
+            {"modules_to_save": "norm"},
+            r"modules_to_save=norm: peft compares ends of names, and would train",
+        ),
+        ({"modules_to_save": "mlp"}, r"modules_to_save=mlp: model\.layers\.0\.mlp is no single layer with weights"),
+        ({"modules_to_save": "embed_tokens"}, "modules_to_save=embed_tokens: embedding and output head are one weight"),
+        ({"modules_to_save": "lm_head"}, "modules_to_save=lm_head: embedding and output head are one weight"),
+        (
+            {"modules_to_save": "q_proj", "lora_target_modules": "q_proj,k_proj"},
+            "modules_to_save=q_proj is in lora_target_modules too",
+        ),
+    ],
+)
+def test_modules_that_cannot_be_saved_with_adapters_are_refused(changes: dict[str, Any], line: str) -> None:
+    wrong = config(method="lora", **changes)
+    with pytest.raises(ConfigError, match=line):
+        add_adapters(load_base(wrong), wrong)
+
+
+def test_a_module_that_is_saved_gets_no_adapter() -> None:
+    wanted = config(method="lora", modules_to_save="model.norm,layers.0.self_attn.q_proj")
+    model = add_adapters(load_base(wanted), wanted)
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad and "lora_" not in name}
+    assert {name.rpartition(".modules_to_save")[0].removeprefix("base_model.model.model.") for name in trained} == {
+        "norm",
+        "layers.0.self_attn.q_proj",
+    }
+    assert not [name for name, _ in model.named_parameters() if "layers.0.self_attn.q_proj" in name and "lora_" in name]
+
+
+def test_dora_on_stacked_experts_is_refused(tmp_path: Path) -> None:
+    wrong = config_for(
+        save_small(tmp_path, "mixtral"), method="lora", use_dora=True, lora_target_modules="w1,w2,w3", packing=False
+    )
+    with pytest.raises(ConfigError, match="use_dora=true: peft cannot add it to"):
         add_adapters(load_base(wrong), wrong)
 
 

@@ -161,3 +161,26 @@ def test_several_files(tmp_path: Path) -> None:
     assert len(set(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"].values())) > 2
     chosen = config(model_name_or_path=str(tmp_path), method="full")
     assert_same(fill(*build_unread(chosen)), build_model(chosen))
+
+
+DERIVED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"use_dora": True}),
+    ("llama", {"use_dora": True, "mixed_precision": "bf16"}),
+    ("llama", {"use_dora": True, "lora_target_modules": "embed_tokens,q_proj"}),
+    ("gpt2", {"use_dora": True}),
+    ("llama", {"modules_to_save": "embed_tokens,lm_head,model.norm"}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), DERIVED)
+def test_what_adapters_derive_from_weights_left_in_files_is_that_of_peft(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path = saved(family, tmp_path, tie_word_embeddings=False)
+    settings = config(model_name_or_path=path, method="lora", **options)
+    expected, (model, sources) = dict(build_model(settings).named_parameters()), build_unread(settings)
+    derived = [name for name, weight in model.named_parameters() if weight.requires_grad and weight.is_meta]
+    assert any("lora_magnitude_vector" in name or "modules_to_save" in name for name in derived)
+    for name, weight in fill(model, sources).named_parameters():
+        assert (weight.dtype, weight.requires_grad) == (expected[name].dtype, expected[name].requires_grad), name
+        assert torch.equal(weight, expected[name]), name

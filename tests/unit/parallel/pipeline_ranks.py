@@ -23,7 +23,7 @@ from trainers.data.layout import AttentionMetadata
 from trainers.data.micro_batch import MicroBatch
 from trainers.data.rows import Rows
 from trainers.model.attention import KERNELS
-from trainers.model.load import add_adapters
+from trainers.model.lora import add_adapters
 from trainers.model.rotary import choose_by_document
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel.backend import trained_weights

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.unit.parallel.pipeline_ranks import Case, config_of, make_loss, step_micros, work
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata
-from trainers.model.load import add_adapters
+from trainers.model.lora import add_adapters
 from trainers.model.probe import check_model_computes
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel import pipeline_split

@@ -33,8 +33,9 @@ def config_of(**options: Any) -> TrainConfig:
 
 
 def test_the_embedded_model_by_the_model_itself() -> None:
-    for method in ("full", "lora"):
-        config = config_of(method=method, save_steps=10)
+    ranks = {"lora_rank_pattern": r"q_proj=4,layers\.1\.mlp\.(up|down)_proj=24"}
+    for options in ({"method": "full"}, {"method": "lora"}, {"method": "lora", **ranks}):
+        config = config_of(**options, save_steps=10)
         trained = sum(weight.numel() for weight in build_model(config).parameters() if weight.requires_grad)
         found = bytes_needed(config, local_tensors(config), steps=100)
         assert found == LOG + 3 * 12 * trained + 4 * trained, "two are kept while a third is written"
@@ -91,7 +92,7 @@ def test_adapters_on_experts_are_counted_where_the_model_is_known() -> None:
     assert bytes_needed(config, [MATRIX, expert, router], 9) == LOG + 14 * 600, (
         "a folder is refused only for what is sure"
     )
-    assert bytes_needed(config, [MATRIX, expert, router], 9, adapter_weights=1000) == LOG + 14 * 1000
+    assert bytes_needed(config, [MATRIX, expert, router], 9, trained_weights=1000) == LOG + 14 * 1000
 
 
 def test_a_model_on_the_hub_is_asked_for_its_headers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,6 +125,14 @@ def test_an_adapter_of_peft_says_itself_what_it_is(runs: Path) -> None:
     assert (config.model_name_or_path, config.lora_target_modules) == ("embedded", ["q_proj", "v_proj"])
     assert resolved(folder, method="qlora").lora_r == 4
     assert resolved(folder, method="full").lora_r == 16
+    saves = write_adapter(runs / "saves", modules_to_save=["embed_tokens", "lm_head"])
+    assert resolved(saves).modules_to_save == ["embed_tokens", "lm_head"]
+    assert "modules_to_save=norm, and from_run" in refusal(saves, modules_to_save="norm")
+    assert resolved(write_adapter(runs / "dora", use_dora=True)).use_dora
+    patterns = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.0\.self_attn\.v_proj": 4.0}}
+    config = resolved(write_adapter(runs / "patterns", **patterns))
+    assert (config.lora_rank_pattern, config.lora_alpha_pattern) == tuple(patterns.values())
+    assert "lora_rank_pattern=q_proj=3, and from_run" in refusal(runs / "patterns", lora_rank_pattern="q_proj=3")
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -204,9 +212,9 @@ def test_unknown_names_are_refused(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"use_dora": True}, "use_dora=True, which is not supported"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"use_bdlora": True}, "use_bdlora=True, which is not supported"),
+        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"rank_pattern": {"(": 2}}, "lora_rank_pattern={'(': 2} is refused"),
         ({"bias": "all"}, "bias=all"),
         ({"target_modules": ".*_proj"}, "not a list of names"),
         ({"peft_type": "IA3"}, "of type 'IA3'"),
@@ -232,7 +240,8 @@ def test_the_adapter_of_a_reward_model_goes_on_as_one_and_as_nothing_else(runs: 
     )
     assert resolved(spoken, objective="dpo").lora_r == 4
     other = write_adapter(runs / "other", **{**SCORED, "modules_to_save": ["score", "embed_tokens"]})
-    assert "modules_to_save" in refusal(other, objective="reward")
+    assert resolved(other, objective="reward").modules_to_save == ["embed_tokens"]
+    assert config.modules_to_save == []
 
 
 def test_damaged_adapters_are_refused(runs: Path) -> None:

@@ -316,6 +316,12 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
         cut = resolve(load_strategy(name), processes, "no")
         assert "4-bit layers are not split" in str(refusal(cut, quantised, has_gpu=True))
     assert refusal(load_strategy("fsdp2"), quantised, has_gpu=True) is None
+    saving = build(values | {"method": "lora", "modules_to_save": "lm_head"})
+    dora = build(values | {"method": "lora", "use_dora": True})
+    for name, divided in (("pp", saving), ("tp", saving), ("tp", dora)):
+        reason = str(refusal(resolve(load_strategy(name), 2, "no"), divided, has_gpu=False))
+        assert reason.startswith("modules_to_save=lm_head with" if divided is saving else "use_dora=true with tp 2")
+    assert all(refusal(load_strategy("fsdp2"), divided, has_gpu=False) is None for divided in (saving, dora))
     hooked = build(values | {"ddp_comm_hook": "fp16"})
     tensor = resolve(load_strategy("tp"), 2, "no")
     assert "whose weights differ under tp, pp and ep" in str(refusal(tensor, hooked, has_gpu=False))

@@ -256,7 +256,14 @@ def test_mxfp4_weights_are_dequantised(method: str, tmp_path: Path) -> None:
 def test_the_adapters_of_a_mixture_are_counted(tmp_path: Path) -> None:
     lora = config(saved(tmp_path, "mixtral"), method="lora", packing=False)
     facts = inspect_model(lora, read_headers(tmp_path), load_strategy("single"))
-    assert facts["adapter_weights"] == sum(one.numel() for one in build_model(lora).parameters() if one.requires_grad)
+    assert facts["trained_weights"] == sum(one.numel() for one in build_model(lora).parameters() if one.requires_grad)
+
+
+def test_a_pattern_that_matches_no_adapter_is_found_by_the_check(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    with pytest.raises(ConfigError, match="lora_rank_pattern=k_porj=4 matches no module that has an adapter"):
+        checked(folder, method="lora", lora_rank_pattern="k_porj=4")
+    assert checked(folder, method="lora", lora_rank_pattern="k_proj=4")
 
 
 def test_weights_of_8_bits_are_refused_though_the_config_does_not_say_so(tmp_path: Path) -> None:

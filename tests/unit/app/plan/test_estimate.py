@@ -161,6 +161,11 @@ def test_layers_add_up_to_the_whole_model() -> None:
     assert found["heap_fixed"] + layers * found["heap_layer"] == pytest.approx(whole.heap, rel=0.01)
 
 
+def test_a_rank_of_a_deep_layer_leaves_the_small_models_countable() -> None:
+    settings = config(method="lora", lora_rank_pattern="layers.3.mlp.up_proj=64")
+    assert case(settings, load_model_config(settings), "1:1:1:1:4")["layer"] > 0
+
+
 @pytest.mark.parametrize("options", [{}, {"gradient_checkpointing": True}])
 def test_layers_add_up_beside_a_large_vocabulary(options: dict[str, Any]) -> None:
     """Few layers need the most when gradients of the tied embedding are added, many when the head's are made."""
@@ -219,7 +224,8 @@ def test_key_heads_may_differ_between_layers() -> None:
 
 
 def test_weights_are_those_of_the_model() -> None:
-    for options in ({}, {"method": "lora", "mixed_precision": "bf16"}):
+    lora: dict[str, Any] = {"method": "lora", "mixed_precision": "bf16"}
+    for options in ({}, lora, {**lora, "lora_rank_pattern": "q_proj=4,layers.3.mlp.up_proj=64"}):
         settings = config(**options)
         model = build_model(settings)
         found = weights(settings, empty_model(settings, load_model_config(settings)))

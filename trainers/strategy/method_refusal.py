@@ -1,0 +1,20 @@
+"""What a method of training weights cannot do under a mesh. Imports no torch."""
+
+from __future__ import annotations
+
+from trainers.config.options import TrainConfig
+from trainers.strategy.mesh import MeshSizes
+
+
+def method_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
+    """Returns why a mesh cannot train the weights that a config names; None if it can."""
+    if config.method == "full" or sizes.tp * sizes.pp * sizes.ep == 1:
+        return None
+    if config.method == "qlora":
+        return f"method=qlora with {sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
+    if config.modules_to_save:
+        names = ",".join(config.modules_to_save)
+        return f"modules_to_save={names} with {sizes}: modules saved with adapters are not split so; use fsdp2"
+    if config.use_dora and sizes.tp > 1:
+        return f"use_dora=true with {sizes}: DoRA needs the norms of weights that no rank has in full; use fsdp2"
+    return None
