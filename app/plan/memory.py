@@ -17,7 +17,6 @@ from trainers.strategy.pipeline_schedules import SCHEDULES, balance, in_flight, 
 from trainers.strategy.strategy import Strategy
 from trainers.strategy.traffic import FP32, casts_before_gathers
 
-_ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
 """DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
 _HEAP_GAPS, _GAPS_UNDER_FSDP2 = 0.75, 0.5
@@ -200,7 +199,7 @@ def token_slots(strategy: Strategy, config: TrainConfig) -> int:
 def weight_and_state_bytes(config: TrainConfig) -> tuple[float, float]:
     """Bytes of a trained weight (and of its gradient), and of its optimizer state."""
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
-    return weight, _ADAM if config.optim == "adamw" else _ADAM_8BIT
+    return weight, config.state_bytes()
 
 
 def activation_bytes(config: TrainConfig) -> int:

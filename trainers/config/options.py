@@ -16,7 +16,7 @@ from trainers.config.model_options import MethodOptions, ModelOptions
 from trainers.config.objective_file import file_spec, short_name
 from trainers.config.objective_options import ObjectiveOptions
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
-from trainers.config.optimizer_options import BatchOptions, OptimizerOptions
+from trainers.config.optimizer_options import ADAMW, SETTINGS_OF, STATE_BYTES, BatchOptions, OptimizerOptions
 from trainers.config.option_types import Names, NoWord, Optionally, RankNames, StepRange, option
 
 EMBEDDED = "embedded"
@@ -208,8 +208,12 @@ class TrainConfig(
         return int(first), int(last)
 
     def small_optimizer(self) -> bool:
-        """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own optimizer."""
-        return self.optim != "adamw" or not self.master_weights
+        """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own AdamW."""
+        return self.optim == "adamw_8bit" or not self.master_weights
+
+    def state_bytes(self) -> float:
+        """Returns the bytes of optimizer state per trained weight."""
+        return STATE_BYTES[self.optim]
 
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
@@ -225,7 +229,7 @@ class TrainConfig(
             choices.append(f"ddp_comm_hook={self.ddp_comm_hook}")
         if self.method != "full" and self.lora_dropout > 0:
             choices.append(f"lora_dropout={self.lora_dropout}")
-        if self.optim != "adamw":
+        if self.optim == "adamw_8bit":
             choices.append(f"optim={self.optim}")
         if not self.master_weights:
             choices.append("master_weights=false")
@@ -243,6 +247,14 @@ def precision_lines(config: TrainConfig) -> list[str]:
     if config.mixed_precision != "bf16":
         return []
     return ["mixed_precision=bf16: matrix products in bf16; strategies agree within its measured band, not to the bit"]
+
+
+def optimizer_lines(config: TrainConfig) -> list[str]:
+    """Returns a line with the settings that an optimizer other than AdamW reads; empty for AdamW."""
+    if config.optim in ADAMW:
+        return []
+    settings = [f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim]]
+    return [f"optim={config.optim}: {', '.join(settings)}"]
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:

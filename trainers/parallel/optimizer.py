@@ -1,4 +1,4 @@
-"""AdamW: torch's fused version, and one for bf16 weights and 8-bit optimizer states.
+"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit optimizer states, and Lion.
 
 The 8-bit states of bitsandbytes (https://arxiv.org/abs/2110.02861) and torchao change when they are dequantized and
 quantized again. These do not, so checkpoints can store plain fp32 states and a resumed run continues bit for bit.
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.config.options import TrainConfig
+from trainers.parallel.lion import Lion
 from trainers.parallel.shards import local_part
 
 BLOCK = 256
@@ -30,7 +31,7 @@ KEYS = ("exp_avg", "exp_avg_sq")
 def parameter_groups(
     trained: list[tuple[str, nn.Parameter]], shapes: dict[str, torch.Size], config: TrainConfig
 ) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW: weight decay applies to matrices, not to norms and biases.
+    """Parameter groups of the optimizer: weight decay applies to matrices, not to norms and biases.
 
     Args:
         trained: names and weights, which a strategy may have sharded and flattened.
@@ -51,7 +52,9 @@ def parameter_groups(
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    """Builds AdamW over the trained weights. The loop sets its learning rate at every step."""
+    """Builds the config's optimizer over the trained weights. The loop sets its learning rate at every step."""
+    if config.optim == "lion":
+        return Lion(groups, config.scaled_learning_rate(), (config.lion_beta1, config.lion_beta2))
     settings: dict[str, Any] = {
         "lr": config.scaled_learning_rate(),
         "betas": (config.adam_beta1, config.adam_beta2),

@@ -1,7 +1,7 @@
 """Estimates the disk space of a run from the headers of its base model, and checks that it is free. Imports no torch.
 
-A checkpoint holds the trained weights and both Adam moments. All kept checkpoints are on disk while the next one is
-written, and so is the export.
+A checkpoint holds the trained weights and the optimizer's states. All kept checkpoints are on disk while the next one
+is written, and so is the export.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _DTYPE_BYTES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "float16"
 """Exported bytes per weight; F64 is exported in fp32."""
 _SCALES, _PACKED_BYTES, _PACKED_WEIGHTS = ("_scale_inv", "_scales"), 16, 32
 """Suffixes of the scales of quantised weights; bytes and weights of an mxfp4 block."""
-_ADAM_BYTES, _ADAM_8BIT_BYTES = 8.0, 2 + 8 / 256
 
 
 @dataclass(frozen=True)
@@ -102,8 +101,7 @@ def bytes_needed(
     trained = every if config.method == "full" else adapters
     # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
-    state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
-    checkpoint = trained * (weight + state)
+    checkpoint = trained * (weight + config.state_bytes())
     full_model = config.method == "full" or config.merge_adapter
     exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else adapters
     export = exported * _DTYPE_BYTES[_export_dtype(config, present)]
