@@ -211,9 +211,15 @@ class TrainConfig(
         """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own AdamW."""
         return self.optim == "adamw_8bit" or not self.master_weights
 
-    def state_bytes(self) -> float:
-        """Returns the bytes of optimizer state per trained weight."""
-        return STATE_BYTES[self.optim]
+    def state_bytes(self, in_layers: float, elsewhere: float = 0.0) -> float:
+        """Returns the bytes of optimizer state.
+
+        Args:
+            in_layers: Number of trained weights in the layers; their norms and biases are too few to count apart.
+            elsewhere: Number of trained weights of embedding and head.
+        """
+        inside, outside = STATE_BYTES[self.optim]
+        return in_layers * inside + elsewhere * outside
 
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
@@ -254,7 +260,8 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     if config.optim in ADAMW:
         return []
     settings = [f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim]]
-    return [f"optim={config.optim}: {', '.join(settings)}"]
+    parts = "; Muon for the matrices of the layers, in fp32, AdamW for all else" * (config.optim == "muon")
+    return [f"optim={config.optim}: {', '.join(settings)}{parts}"]
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:

@@ -45,10 +45,7 @@ class Tensor:
 
     def layer(self) -> int | None:
         """Returns the index of its decoder layer; None if it is in no layer."""
-        parts = self.name.split(".")
-        numbers = [int(part) for before, part in pairwise(parts)
-                   if before in ("layers", "h", "blocks") and part.isdigit()]  # fmt: skip
-        return numbers[0] if numbers else None
+        return layer_of(self.name)
 
 
 def tensors_of(headers: Headers) -> list[Tensor]:
@@ -66,6 +63,16 @@ def tensors_of(headers: Headers) -> list[Tensor]:
 def _has_scaled(headers: Headers, name: str) -> bool:
     """Whether there is a quantised weight of this name, to which a tensor of scales belongs."""
     return name in headers or f"{name}_blocks" in headers
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the index of a weight's decoder layer; None if it is in no layer."""
+    numbers = [
+        int(part)
+        for before, part in pairwise(name.split("."))
+        if before in ("layers", "h", "blocks") and part.isdigit()
+    ]
+    return numbers[0] if numbers else None
 
 
 def is_expert(name: str) -> bool:
@@ -99,9 +106,10 @@ def bytes_needed(
     adapters = _adapter_weights(config, present) if adapter_weights is None else adapter_weights
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
     trained = every if config.method == "full" else adapters
-    # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
+    outside = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text and tensor.layer() is None)
+    elsewhere = outside if config.method == "full" else 0
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
-    checkpoint = trained * (weight + config.state_bytes())
+    checkpoint = trained * weight + config.state_bytes(trained - elsewhere, elsewhere)
     full_model = config.method == "full" or config.merge_adapter
     exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else adapters
     export = exported * _DTYPE_BYTES[_export_dtype(config, present)]

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 def optimizer_refusal(strategy: Strategy, config: TrainConfig) -> str | None:
     """Returns why a strategy cannot train with the config's optimizer; None if it can."""
+    if config.optim == "muon" and strategy.offload != "none":
+        return "optim=muon: its matrices are not offloaded; use optim=adamw, or a strategy without offload"
     if strategy.distributed_type != "DEEPSPEED":
         return None
     if config.small_optimizer():
