@@ -214,7 +214,7 @@ def backend(
         check_coverage(backend.shards(), ranks)
     optimizer = getattr(backend.optimizer, "optimizer", backend.optimizer)
     if isinstance(optimizer, Muon):
-        optimizer.attach(backend, ranks)
+        optimizer.attach(backend.shapes, backend.shards_of, ranks)
     with DtypeProbe(loss) as dtypes:
         splits_rows, stock = mesh.sizes.sequence_shards > 1, mesh.sizes.pp == 1
         for part in models:

@@ -264,6 +264,11 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     return [f"optim={config.optim}: {', '.join(settings)}{parts}"]
 
 
+def choice_lines(config: TrainConfig) -> list[str]:
+    """Returns what the log says about precision and optimizer."""
+    return precision_lines(config) + optimizer_lines(config)
+
+
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:
     """Returns the mistake for an unknown option.
 

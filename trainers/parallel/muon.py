@@ -10,24 +10,24 @@ iterates in fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import distributed
 
+from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import Shard, local_part
 from trainers.run.disk import layer_of
-
-if TYPE_CHECKING:
-    from trainers.parallel.backend import Backend
-    from trainers.parallel.ranks import Ranks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: the steepest at 0 whose values stay near 1."""
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 UPDATE = "update"
+"""Key of the update in the state of a weight during a step."""
+ShardsOf = Callable[[Sequence[str], Sequence[torch.Tensor] | None], list[Shard]]
+"""`Backend.shards_of`."""
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -70,16 +70,17 @@ class Muon(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # GradScaler skips a step itself, as for any optimizer of ours
         self.momentum = momentum
 
-    def attach(self, backend: Backend, ranks: Ranks) -> None:
+    def attach(self, shapes: Mapping[str, torch.Size], shards_of: ShardsOf, ranks: Ranks) -> None:
         """Tells the optimizer where the shards of its matrices are. Collective.
 
         Args:
-            backend: that has wrapped the model.
+            shapes: shapes of the trained weights by name, in the same order on every rank.
+            shards_of: finds this rank's shards of named weights.
             ranks: all processes of the run.
         """
-        self.backend, self.ranks = backend, ranks
-        self.names = [name for name, shape in backend.shapes.items() if is_hidden_matrix(name, shape)]
-        local = backend.shards_of(self.names)
+        self.shards_of, self.ranks = shards_of, ranks
+        self.names = [name for name, shape in shapes.items() if is_hidden_matrix(name, shape)]
+        local = shards_of(self.names, None)
         self.divided = set().union(*ranks.gather([shard.name for shard in local if shard.elements < shard.numel]))
 
     @torch.no_grad()
@@ -114,7 +115,7 @@ class Muon(torch.optim.AdamW):
 
     def _orthogonalize(self, weights: list[torch.Tensor]) -> None:
         """Replaces the updates of these weights, each on one rank at a time."""
-        shards = self.backend.shards_of(self.names, within=weights)
+        shards = self.shards_of(self.names, weights)
         for first in range(0, len(shards), self.ranks.world):
             turn = shards[first : first + self.ranks.world]
             full = [self._gathered(shard, owner) for owner, shard in enumerate(turn)]

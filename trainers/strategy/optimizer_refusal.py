@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainers.config.options import TrainConfig
 
-if TYPE_CHECKING:
-    from trainers.strategy.strategy import Strategy
 
+def optimizer_refusal(config: TrainConfig, uses_deepspeed: bool, offloads: bool, own_optimizer: bool) -> str | None:
+    """Returns why a strategy cannot train with the config's optimizer; None if it can.
 
-def optimizer_refusal(strategy: Strategy, config: TrainConfig) -> str | None:
-    """Returns why a strategy cannot train with the config's optimizer; None if it can."""
-    if config.optim == "muon" and strategy.offload != "none":
+    Args:
+        config: The run's config.
+        uses_deepspeed: Whether DeepSpeed updates the weights.
+        offloads: Whether weights or states rest in host memory or on disk.
+        own_optimizer: Whether the DeepSpeed JSON configures an optimizer.
+    """
+    if config.optim == "muon" and offloads:
         return "optim=muon: its matrices are not offloaded; use optim=adamw, or a strategy without offload"
-    if strategy.distributed_type != "DEEPSPEED":
+    if not uses_deepspeed:
         return None
     if config.small_optimizer():
         return (
@@ -24,8 +26,8 @@ def optimizer_refusal(strategy: Strategy, config: TrainConfig) -> str | None:
     if config.optim == "adamw":
         return None
     optim = f"optim={config.optim}"
-    if "optimizer" in strategy.deepspeed_json:
+    if own_optimizer:
         return f"{optim}: the DeepSpeed JSON has an optimizer too; remove one of them"
-    if strategy.offload != "none":  # Accelerate would put DeepSpeed's Adam in its place
+    if offloads:  # Accelerate would put DeepSpeed's Adam in its place
         return f"{optim}: DeepSpeed's offload updates by its own Adam; use optim=adamw, or a strategy without offload"
     return None

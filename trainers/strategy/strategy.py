@@ -356,7 +356,10 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     Raises:
         ConfigError: If the global batch does not divide evenly.
     """
-    if reason := cannot_run(strategy, config.method, has_gpu) or optimizer_refusal(strategy, config):
+    if reason := cannot_run(strategy, config.method, has_gpu):
+        return reason
+    offloads, own_optimizer = strategy.offload != "none", "optimizer" in strategy.deepspeed_json
+    if reason := optimizer_refusal(config, strategy.distributed_type == "DEEPSPEED", offloads, own_optimizer):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config):
