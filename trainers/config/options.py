@@ -260,8 +260,11 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     if config.optim in ADAMW:
         return []
     settings = [f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim]]
-    parts = "; Muon for the matrices of the layers, in fp32, AdamW for all else" * (config.optim == "muon")
-    return [f"optim={config.optim}: {', '.join(settings)}{parts}"]
+    notes = {
+        "lion": "a learning rate for AdamW is 3 to 10 times too high for it",
+        "muon": "Muon for the matrices of the layers, in fp32, AdamW for all else",
+    }
+    return [f"optim={config.optim}: {', '.join(settings)}; {notes[config.optim]}"]
 
 
 def choice_lines(config: TrainConfig) -> list[str]:

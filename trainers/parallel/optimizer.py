@@ -217,10 +217,16 @@ def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step:
     inner = getattr(optimizer, "optimizer", optimizer)
     if isinstance(inner, SmallAdamW):
         return inner.empty_state(weight, keys, step)
-    # Fused AdamW reads its count on the device; others have theirs on the CPU, where reading it does not synchronize.
-    device = local_part(weight).device if type(inner) is torch.optim.AdamW or "exp_avg_sq" in keys else "cpu"
-    count = torch.tensor(step, dtype=torch.float32, device=device)
+    count = update_count(step, keys, local_part(weight).device)
     return {"step": count, **{key: torch.zeros_like(weight, requires_grad=False) for key in keys}}
+
+
+def update_count(step: float, keys: Iterable[str], device: torch.device) -> torch.Tensor:
+    """The update count in a weight's state: fused AdamW's is on the weight's device.
+
+    Others have theirs on the CPU, where reading it does not wait for the device.
+    """
+    return torch.tensor(step, dtype=torch.float32, device=device if "exp_avg_sq" in keys else "cpu")
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

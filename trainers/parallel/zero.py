@@ -28,7 +28,7 @@ from torch import distributed
 from trainers.config.options import TrainConfig
 from trainers.parallel.backend import Backend, total_numel, trained_weights
 from trainers.parallel.fill import fill, shard_as_read, unread
-from trainers.parallel.optimizer import build_optimizer, parameter_groups
+from trainers.parallel.optimizer import build_optimizer, parameter_groups, update_count
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.run.errors import TrainingError
@@ -279,7 +279,7 @@ class Zero(Backend):
             of_flat.setdefault(self._flat_number(weight), set()).update(keys.get(name, ()))
         for number, flat in enumerate(self._flats()):
             with self._in_memory(number, keep=True) if number in self.on_disk() else nullcontext():
-                step = int(updates) if plain_count else torch.tensor(updates, dtype=torch.float32, device=flat.device)
+                step = int(updates) if plain_count else update_count(updates, of_flat[number], flat.device)
                 zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in sorted(of_flat[number])}
                 inner.state[flat] = {"step": step, **zeros}
 

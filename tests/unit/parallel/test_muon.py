@@ -128,3 +128,20 @@ def test_stacks_of_experts_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"optim=muon: .*experts\.gate_up_proj stacks the experts"):
         parameter_groups(weights, {name: torch.Size([2, 4, 4])}, config("full", True, optim="muon"))
     assert parameter_groups(weights, {name: torch.Size([2, 4, 4])}, config("full", True, optim="lion"))
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_a_scaler_skips_a_step_that_is_not_finite(finite: bool) -> None:
+    """Fused AdamW says that it does so itself, in its kernel, which Muon's matrices do not go through."""
+    weight, plain = nn.Parameter(drawn((24, 16))), nn.Parameter(drawn((24, 16)))
+    optimizer, scaler = alone(weight), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.zeros(()))  # sets it up
+    weight.grad = drawn((24, 16), 100) * 1024
+    if not finite:
+        weight.grad[0, 0] = float("inf")
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    expected = trained(alone(plain), plain, range(1)) if finite else drawn((24, 16))
+    assert torch.equal(weight.detach(), expected)
+    assert bool(optimizer.state[weight]) is finite
