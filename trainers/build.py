@@ -45,6 +45,7 @@ from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.experts import divide_experts
 from trainers.parallel.fill import passing_through
 from trainers.parallel.fsdp import FullySharded
+from trainers.parallel.muon import Muon
 from trainers.parallel.pipeline import Pipelined
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.replicated import Replicated
@@ -211,6 +212,9 @@ def backend(
         backend = Replicated(loss, config, accelerator)
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or strategy.splits_model:
         check_coverage(backend.shards(), ranks)
+    optimizer = getattr(backend.optimizer, "optimizer", backend.optimizer)
+    if isinstance(optimizer, Muon):
+        optimizer.attach(backend.shapes, backend.shards_of, ranks)
     with DtypeProbe(loss) as dtypes:
         splits_rows, stock = mesh.sizes.sequence_shards > 1, mesh.sizes.pp == 1
         for part in models:

@@ -36,7 +36,7 @@ from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.mix import read_mix
 from trainers.config.objective_file import read_file, split_objective
-from trainers.config.options import TrainConfig, precision_lines
+from trainers.config.options import TrainConfig, choice_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
@@ -277,7 +277,7 @@ def train(
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
-        print(*notes, *report_lines(data, eval_data), *precision_lines(config), *pipeline_lines(config, strategy),
+        print(*notes, *report_lines(data, eval_data), *choice_lines(config), *pipeline_lines(config, strategy),
               *warnings(config, strategy, launch.supervised), sep="\n", flush=True)  # fmt: skip
     refuse_differences(lines, ranks)
     CLOCK.ended("wrap")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from app.plan.hardware import GIB
-from app.plan.memory import TeacherBytes, weight_and_state_bytes
+from app.plan.memory import TeacherBytes, weight_bytes
 from trainers.config.options import TrainConfig
 from trainers.run.disk import Tensor, bytes_needed
 
@@ -27,7 +27,7 @@ def host_phases(
         world: ranks on all machines.
     """
     full, process = counted["whole"], counted["process_bytes"]
-    weight, state = weight_and_state_bytes(config)
+    weight = weight_bytes(config)
     trained = full["trained_inside"] + full["trained_outside"]
     model = trained * weight + full["frozen_inside"] + full["frozen_outside"] + full["scales"]
     # A rank reads only what it keeps, straight to where it keeps it, but has all adapters for a moment. Random weights
@@ -36,7 +36,8 @@ def host_phases(
     teacher = TeacherBytes.of(counted).weights
     loaded = model + min(resident, teacher) if config.random_init else adapters + min(resident, model + teacher)
     # The ranks own the full tensors of a checkpoint in turn: each copies its own, and writes while training goes on.
-    checkpoint = trained * (weight + state) * ranks / world
+    state = config.state_bytes(full["trained_inside"], full["trained_outside"])
+    checkpoint = (trained * weight + state) * ranks / world
     # Rank 0 rebuilds the full model after training, in fp32 if adapters are merged into it.
     exported = full["parameters"] * 4.0 if config.merge_adapter else model
     return {

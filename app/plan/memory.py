@@ -17,7 +17,6 @@ from trainers.strategy.pipeline_schedules import SCHEDULES, balance, in_flight, 
 from trainers.strategy.strategy import Strategy
 from trainers.strategy.traffic import FP32, casts_before_gathers
 
-_ADAM, _ADAM_8BIT = 8.0, 2 + 8 / 256
 _LIVE, _BUCKET = 1e9, 5e8
 """DeepSpeed's defaults of `stage3_max_live_parameters` and `reduce_bucket_size`, in elements."""
 _HEAP_GAPS, _GAPS_UNDER_FSDP2 = 0.75, 0.5
@@ -157,7 +156,7 @@ def rank_memory(
     full, later = case["fixed"] * share.has_head + held, case["later"]
     if strategy.pp_size > 1:
         # The embedding's gradient, before it is added to earlier ones, when the activations of a stage are gone.
-        embedding = share.trained_outside * weight_and_state_bytes(config)[0] * share.has_embedding
+        embedding = share.trained_outside * weight_bytes(config) * share.has_embedding
         later = embedding + max(0.0, held - case["layer"] * share.layers / SCHEDULES[strategy.pp_schedule].chunks)
     activations = max(full, later) + received
     in_heap = case["heap_fixed"] * share.has_head + case["heap_layer"] * share.layers * share.held + received
@@ -182,7 +181,7 @@ def _heap_beyond_tensors(
     Args:
         activations: bytes of activations in blocks that glibc takes from its heap; it maps larger ones by themselves.
     """
-    weight = weight_and_state_bytes(config)[0]
+    weight = weight_bytes(config)
     if strategy.distributed_type == "FSDP" and strategy.fsdp_version == 2 and _shards(strategy) > 1:
         layer = share.trained_layer * weight + share.frozen_layer
         of_teacher = teacher.weights - teacher.outside if teacher.layer < MAPPED else 0.0
@@ -197,10 +196,9 @@ def token_slots(strategy: Strategy, config: TrainConfig) -> int:
     return -(-config.per_device_train_batch_size * config.example_tokens // strategy.sizes.sequence_shards)
 
 
-def weight_and_state_bytes(config: TrainConfig) -> tuple[float, float]:
-    """Bytes of a trained weight (and of its gradient), and of its optimizer state."""
-    weight = 4.0 if config.master_weights or config.method != "full" else 2.0
-    return weight, _ADAM if config.optim == "adamw" else _ADAM_8BIT
+def weight_bytes(config: TrainConfig) -> float:
+    """Bytes of a trained weight (and of its gradient)."""
+    return 4.0 if config.master_weights or config.method != "full" else 2.0
 
 
 def activation_bytes(config: TrainConfig) -> int:
@@ -211,14 +209,14 @@ def activation_bytes(config: TrainConfig) -> int:
 
 def _persistent(strategy: Strategy, config: TrainConfig, share: Share, teacher: TeacherBytes) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state between steps."""
-    weight, state = weight_and_state_bytes(config)
-    divisor = shard_counts(strategy)
+    weight, divisor = weight_bytes(config), shard_counts(strategy)
+    state = config.state_bytes(share.trained - share.trained_outside, share.trained_outside)
     if strategy.distributed_type == "DEEPSPEED":
-        state += FP32  # DeepSpeed updates a flat fp32 copy
+        state += share.trained * FP32  # DeepSpeed updates a flat fp32 copy
     return {
         "weights": (share.trained * weight + share.frozen + teacher.weights) / divisor["weights"] + share.scales,
         "gradients": share.trained * weight / divisor["gradients"],
-        "optimizer": share.trained * state / divisor["optimizer"],
+        "optimizer": state / divisor["optimizer"],
     }
 
 
@@ -246,7 +244,7 @@ def keeps_gathered(strategy: Strategy) -> bool:
 
 def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any], share: Share, on_gpu: bool) -> float:
     """Peak bytes of temporarily gathered weights and gradients, and of DeepSpeed's buckets."""
-    weight, shards = weight_and_state_bytes(config)[0], _shards(strategy)
+    weight, shards = weight_bytes(config), _shards(strategy)
     teacher = TeacherBytes.of(counted, strategy.sizes.tp)
     every = share.trained * weight + share.frozen
     fetched = on_gpu and "weights" in _offloaded(strategy)

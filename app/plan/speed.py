@@ -8,7 +8,7 @@ from math import ceil, prod
 from typing import Any
 
 from app.plan.hardware import LATENCIES, NOMINAL, Hardware
-from app.plan.memory import TeacherBytes, activation_bytes, keeps_gathered, token_slots, weight_and_state_bytes
+from app.plan.memory import TeacherBytes, activation_bytes, keeps_gathered, token_slots, weight_bytes
 from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import AXES, MeshSizes
 from trainers.strategy.pipeline_schedules import SCHEDULES
@@ -122,7 +122,7 @@ def _model_sizes(strategy: Strategy, config: TrainConfig, counted: Mapping[str, 
     """The model's sizes for `predicted`; `tied` if two ranks of a pipeline exchange a gradient."""
     case = counted["whole"]
     trained, parameters = case["trained_inside"] + case["trained_outside"], case["parameters"]
-    weight = weight_and_state_bytes(config)[0]
+    weight = weight_bytes(config)
     full_weights = trained * weight + case["frozen_inside"] + case["frozen_outside"]
     tied = counted["tied"] and case["trained_outside"] > 0 and not SCHEDULES[strategy.pp_schedule].turns
     return ModelSizes(

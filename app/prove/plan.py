@@ -45,8 +45,7 @@ SHORT_RUN = {
 # Options under which strategies are comparable; see docs/parity.md. Those unknown to this version are left out.
 SETTINGS = {
     "mixed_precision": "no", "lora_dropout": "0", "tf32": "false", "deterministic": "true", "ddp_comm_hook": "none",
-    "torch_compile": "false", "master_weights": "true", "optim": "adamw", "eval_share": "0",
-    "export_dtype": "float32", **SHORT_RUN,
+    "torch_compile": "false", "master_weights": "true", "eval_share": "0", "export_dtype": "float32", **SHORT_RUN,
 }  # fmt: skip
 _NUMBERS = ("mixed_precision", "lora_dropout", "tf32", "ddp_comm_hook", "torch_compile", "master_weights", "optim")
 PROVE = Verb(
@@ -182,6 +181,7 @@ def make_plan(args: Args) -> Plan:
     settings = {**_known(SETTINGS), "max_steps": str(steps or STEPS), **(mistakes.of(lambda: _extras(command)) or {})}
     _refuse_others(args, command, mistakes)
     config = mistakes.of(command.config)
+    settings |= {"optim": "adamw"} if config and config.optim == "adamw_8bit" else {}
     entries = mistakes.of(lambda: _entries(command, config.method if config else "full"))
     folder = mistakes.of(lambda: _folder(command, config)) if config else None
     places = {"output_dir": str((folder or Path("x")) / REFERENCE), "runs_dir": str(folder)}

@@ -38,6 +38,22 @@ def test_ranks_are_killed_at_random_steps(
     fault.harmless(run)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("strategy", "optim"), [("ddp", "muon"), ("fsdp2", "muon"), ("zero3", "muon"), ("fsdp2", "lion")]
+)
+def test_a_rank_is_killed_under_another_optimizer(
+    strategy: str, optim: str, home: Path, undisturbed: Undisturbed, noted: Note
+) -> None:
+    whole, fault = undisturbed(strategy, optim=optim), noted(f"a rank is killed ({optim})", strategy)
+    run = detached(home, "mine", 2, strategy=strategy, optim=optim, **OPTIONS)
+    until(lambda: state_of(run) == "running" and saved(run) >= INTERVAL and step_of(run) > INTERVAL)
+    os.kill(pid_of(run, "rank", 1), signal.SIGKILL)
+    fault.at()
+    exact(run, whole, replays=INTERVAL)
+    fault.harmless(run)
+
+
 @pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["ddp"]))
 def test_the_launcher_is_killed(strategy: str, home: Path, undisturbed: Undisturbed, noted: Note) -> None:
     whole, fault = undisturbed(strategy), noted("the launcher is killed", strategy)

@@ -455,7 +455,11 @@ def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) ->
     steps = {name: float(value) for name, value in _read(folder, _STATE, ".step")}
     if not steps:
         return
-    backend.init_optimizer_state(sorted({key for _, key in state} - {"step"}), steps)
+    keys: dict[str, list[str]] = {name: [] for name in steps}
+    for weight, key in sorted(state):
+        if key != "step":
+            keys[weight].append(key)
+    backend.init_optimizer_state(keys, steps)
     shards = {shard.name: shard for shard in backend.shards()}
     for name, tensor in _read(folder, _STATE):
         weight, _, key = name.rpartition(".")

@@ -102,6 +102,9 @@ LABELS = {
     "adam_beta1": "Memory of the mean gradient",
     "adam_beta2": "Memory of the squared gradient",
     "adam_epsilon": "Guard against division by zero",
+    "lion_beta1": "Momentum in Lion's update",
+    "lion_beta2": "Memory of Lion's momentum",
+    "muon_momentum": "Memory of Muon's momentum",
     "max_grad_norm": "Largest gradient norm",
     # Precision and memory
     "mixed_precision": "Arithmetic precision",

@@ -6,6 +6,13 @@ from typing import Annotated, Literal
 
 from trainers.config.option_types import Optionally, OptionGroup, Schedule, option
 
+ADAMW = ("adamw", "adamw_8bit")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+SETTINGS_OF = {**dict.fromkeys(ADAMW, _ADAM), "lion": ("lion_beta1", "lion_beta2"), "muon": ("muon_momentum", *_ADAM)}
+"""The options that each optimizer reads, next to learning rate and weight decay."""
+STATE_BYTES = {"adamw": (8.0, 8.0), "adamw_8bit": (2 + 8 / 256, 2 + 8 / 256), "lion": (4.0, 4.0), "muon": (4.0, 8.0)}
+"""Bytes of optimizer state per trained weight in layers and elsewhere: a momentum, two moments, or their codes."""
+
 
 class BatchOptions(OptionGroup):
     """How many rows a step takes, and how many steps a run."""
@@ -25,10 +32,10 @@ class BatchOptions(OptionGroup):
 class OptimizerOptions(OptionGroup):
     """How weights are updated."""
 
-    optim: Literal["adamw", "adamw_8bit"] = option("optimizer", "adamw")
-    """AdamW with fp32 states, or with 8-bit states: a quarter of the memory; not covered by the parity promise."""
+    optim: Literal["adamw", "adamw_8bit", "lion", "muon"] = option("optimizer", "adamw")
+    """AdamW (8-bit states: outside the parity promise), Lion, or Muon for matrices of the layers."""
     learning_rate: float = option("optimizer", 2e-4, gt=0, le=10)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate; lion wants 3 to 10 times less than adamw, and as much more decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = option("optimizer", "none")
     """Scale the learning rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
     lr_scaling_batch_size: Annotated[int | None, Optionally] = option("optimizer", None, "rows", ge=1, le=10**9)
@@ -52,10 +59,16 @@ class OptimizerOptions(OptionGroup):
     weight_decay: float = option("optimizer", 0.0, ge=0)
     """Decoupled weight decay, applied to matrices only; norms and biases are not decayed."""
     adam_beta1: float = option("optimizer", 0.9, ge=0, lt=1)
-    """AdamW's beta1: decay rate of the first moment."""
+    """Beta1 of AdamW, and of Muon's AdamW: decay rate of the first moment."""
     adam_beta2: float = option("optimizer", 0.999, ge=0, lt=1)
-    """AdamW's beta2: decay rate of the second moment."""
+    """Beta2 of AdamW, and of Muon's AdamW: decay rate of the second moment."""
     adam_epsilon: float = option("optimizer", 1e-8, gt=0)
-    """AdamW's epsilon, added to the denominator for numerical stability."""
+    """Epsilon of AdamW, and of Muon's AdamW, added to the denominator for numerical stability."""
+    lion_beta1: float = option("optimizer", 0.9, ge=0, lt=1)
+    """Lion's beta1: share of the momentum in each update, next to the gradient."""
+    lion_beta2: float = option("optimizer", 0.99, ge=0, lt=1)
+    """Lion's beta2: decay rate of the momentum; adam_beta2 has another default."""
+    muon_momentum: float = option("optimizer", 0.95, ge=0, lt=1)
+    """Muon's decay rate of the momentum, which is Nesterov's."""
     max_grad_norm: float = option("optimizer", 1.0, ge=0)
     """Maximum global gradient norm; 0: log the norm without clipping."""

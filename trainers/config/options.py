@@ -16,7 +16,7 @@ from trainers.config.model_options import MethodOptions, ModelOptions
 from trainers.config.objective_file import file_spec, short_name
 from trainers.config.objective_options import ObjectiveOptions
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
-from trainers.config.optimizer_options import BatchOptions, OptimizerOptions
+from trainers.config.optimizer_options import ADAMW, SETTINGS_OF, STATE_BYTES, BatchOptions, OptimizerOptions
 from trainers.config.option_types import Names, NoWord, Optionally, RankNames, StepRange, option
 
 EMBEDDED = "embedded"
@@ -213,8 +213,18 @@ class TrainConfig(
         return int(first), int(last)
 
     def small_optimizer(self) -> bool:
-        """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own optimizer."""
-        return self.optim != "adamw" or not self.master_weights
+        """Whether weights or Adam states are kept below fp32, which takes Tunesmith's own AdamW."""
+        return self.optim == "adamw_8bit" or not self.master_weights
+
+    def state_bytes(self, in_layers: float, elsewhere: float = 0.0) -> float:
+        """Returns the bytes of optimizer state.
+
+        Args:
+            in_layers: Number of trained weights in the layers; their norms and biases are too few to count apart.
+            elsewhere: Number of trained weights of embedding and head.
+        """
+        inside, outside = STATE_BYTES[self.optim]
+        return in_layers * inside + elsewhere * outside
 
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
@@ -230,7 +240,7 @@ class TrainConfig(
             choices.append(f"ddp_comm_hook={self.ddp_comm_hook}")
         if self.method != "full" and self.lora_dropout > 0:
             choices.append(f"lora_dropout={self.lora_dropout}")
-        if self.optim != "adamw":
+        if self.optim == "adamw_8bit":
             choices.append(f"optim={self.optim}")
         if not self.master_weights:
             choices.append("master_weights=false")
@@ -248,6 +258,23 @@ def precision_lines(config: TrainConfig) -> list[str]:
     if config.mixed_precision != "bf16":
         return []
     return ["mixed_precision=bf16: matrix products in bf16; strategies agree within its measured band, not to the bit"]
+
+
+def optimizer_lines(config: TrainConfig) -> list[str]:
+    """Returns a line with the settings that an optimizer other than AdamW reads; empty for AdamW."""
+    if config.optim in ADAMW:
+        return []
+    settings = [f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim]]
+    notes = {
+        "lion": "a learning rate for AdamW is 3 to 10 times too high for it",
+        "muon": "Muon for the matrices of the layers, in fp32, AdamW for all else",
+    }
+    return [f"optim={config.optim}: {', '.join(settings)}; {notes[config.optim]}"]
+
+
+def choice_lines(config: TrainConfig) -> list[str]:
+    """Returns what the log says about precision and optimizer."""
+    return precision_lines(config) + optimizer_lines(config)
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:

@@ -17,6 +17,7 @@ from trainers.config.objectives import (
     OWN_OPTIONS,
     evaluation_metrics,
 )
+from trainers.config.optimizer_options import ADAMW, SETTINGS_OF
 from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
 from trainers.config.reward_file import columns_of_rewards, reward_mistakes
 from trainers.config.sampler import sampler_mistakes
@@ -130,6 +131,9 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "master_weights", False, f"with method={method}: adapters are small, and stay in fp32", "leave it out"),
         (not config.master_weights and config.mixed_precision != "bf16",
          "master_weights", False, f"keeps weights in bf16, and mixed_precision={config.mixed_precision}", "use bf16"),
+        (not config.master_weights and config.optim not in ADAMW,
+         "master_weights", False, f"with optim={config.optim}: AdamW alone rounds its updates to bf16 by chance",
+         "leave it out, or use adamw"),
         (config.resume_from_checkpoint == "auto" and config.output_dir is None,
          "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
          ""),
@@ -285,6 +289,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignored.append(Mistake("eval_dataset_name", EMBEDDED, "with other training data", remedy))
     if not config.has_evaluation():
         ignore({"eval_steps", "eval_on_start", "max_eval_samples"} & changed, "there is no evaluation data")
+    own = {name for optim, names in SETTINGS_OF.items() if optim != config.optim for name in names}
+    ignore((own - {*SETTINGS_OF[config.optim]}) & changed, f"optim={config.optim} does not read it")
     if config.attn_implementation in ("varlen", "documents") and not config.packing:
         ignore(["attn_implementation"], "packing=false; sdpa does the same work", config.attn_implementation)
     if not config.gradient_checkpointing:

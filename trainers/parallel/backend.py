@@ -239,16 +239,31 @@ class Backend(ABC):
         for name, weight in self.trained:
             write_state_vectors(self.optimizer.state.get(weight, {}), written[name].tensors)
 
-    def init_optimizer_state(self, keys: Sequence[str], steps: dict[str, float]) -> None:
+    def shards_of(self, names: Sequence[str], within: Sequence[torch.Tensor] | None = None) -> list[Shard]:
+        """This rank's spans of some trained weights, without a collective; an empty span where it has none.
+
+        Args:
+            names: names of the weights, equal on every rank.
+            within: leave out weights that are not in these parameters, if the optimizer updates them one by one.
+        """
+        local = dict(self.trained)
+        return [
+            self._weight_shard(name, local[name])
+            if name in local
+            else Shard(name, self.shapes[name], 0, {WEIGHT: torch.empty(0)})
+            for name in names
+        ]
+
+    def init_optimizer_state(self, keys: dict[str, list[str]], steps: dict[str, float]) -> None:
         """Creates zero-filled optimizer state, to be overwritten from a checkpoint.
 
         Args:
-            keys: names of the state tensors.
+            keys: names of each weight's state tensors.
             steps: number of updates so far for each weight that has state, by name.
         """
         for name, weight in self.trained:
             if name in steps:
-                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys, steps[name])
+                self.optimizer.state[weight] = empty_state(self.optimizer, weight, keys[name], steps[name])
 
 
 def zero_missing_gradients(weights: Iterable[tuple[str, nn.Parameter]]) -> None:

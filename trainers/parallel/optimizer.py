@@ -1,4 +1,4 @@
-"""AdamW: torch's fused version, and one for bf16 weights and 8-bit optimizer states.
+"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit optimizer states, Lion, and Muon.
 
 The 8-bit states of bitsandbytes (https://arxiv.org/abs/2110.02861) and torchao change when they are dequantized and
 quantized again. These do not, so checkpoints can store plain fp32 states and a resumed run continues bit for bit.
@@ -15,8 +15,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.parallel.lion import Lion
+from trainers.parallel.muon import Muon, is_hidden_matrix
 from trainers.parallel.shards import local_part
+from trainers.run.disk import is_expert
 
 BLOCK = 256
 """Number of elements that share a scale."""
@@ -30,7 +34,7 @@ KEYS = ("exp_avg", "exp_avg_sq")
 def parameter_groups(
     trained: list[tuple[str, nn.Parameter]], shapes: dict[str, torch.Size], config: TrainConfig
 ) -> list[dict[str, Any]]:
-    """Parameter groups for AdamW: weight decay applies to matrices, not to norms and biases.
+    """Parameter groups of the optimizer: weight decay applies to matrices, not to norms and biases.
 
     Args:
         trained: names and weights, which a strategy may have sharded and flattened.
@@ -38,25 +42,36 @@ def parameter_groups(
         config: the run's config.
 
     Returns:
-        Each with a `rate_factor`, by which the learning rate is multiplied.
+        Each with a `rate_factor`, by which the learning rate is multiplied, and `hidden`: whether Muon updates it.
+
+    Raises:
+        ConfigError: if Muon would leave the experts of a mixture, most of its weights, to AdamW.
     """
-    by_kind: dict[tuple[bool, float], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
     for name, weight in trained:
         factor = config.loraplus_lr_ratio if "lora_B" in name or "lora_embedding_B" in name else 1.0
-        by_kind.setdefault((len(shapes[name]) >= 2, factor), []).append(weight)
+        if config.optim == "muon" and len(shapes[name]) > 2 and is_expert(name):
+            problem = f": {name} stacks the experts of a layer, and Muon takes matrices"
+            raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
+        hidden = config.optim == "muon" and is_hidden_matrix(name, shapes[name])
+        by_kind.setdefault((len(shapes[name]) >= 2, factor, hidden), []).append(weight)
     return [
-        {"params": weights, "weight_decay": config.weight_decay * is_matrix, "rate_factor": factor}
-        for (is_matrix, factor), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
+        {"params": weights, "weight_decay": config.weight_decay * decays, "rate_factor": factor, "hidden": hidden}
+        for (decays, factor, hidden), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
     ]
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.optim.Optimizer:
-    """Builds AdamW over the trained weights. The loop sets its learning rate at every step."""
+    """Builds the config's optimizer over the trained weights. The loop sets its learning rate at every step."""
+    if config.optim == "lion":
+        return Lion(groups, config.scaled_learning_rate(), (config.lion_beta1, config.lion_beta2))
     settings: dict[str, Any] = {
         "lr": config.scaled_learning_rate(),
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
     }
+    if config.optim == "muon":
+        return Muon(groups, momentum=config.muon_momentum, **settings)
     if config.small_optimizer():
         return SmallAdamW(groups, **settings, eight_bit=config.optim == "adamw_8bit", seed=config.seed)
     return torch.optim.AdamW(groups, **settings, fused=True)
@@ -202,8 +217,16 @@ def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step:
     inner = getattr(optimizer, "optimizer", optimizer)
     if isinstance(inner, SmallAdamW):
         return inner.empty_state(weight, keys, step)
-    count = torch.tensor(step, dtype=torch.float32, device=local_part(weight).device)
+    count = update_count(step, keys, local_part(weight).device)
     return {"step": count, **{key: torch.zeros_like(weight, requires_grad=False) for key in keys}}
+
+
+def update_count(step: float, keys: Iterable[str], device: torch.device) -> torch.Tensor:
+    """The update count in a weight's state: fused AdamW's is on the weight's device.
+
+    Others have theirs on the CPU, where reading it does not wait for the device.
+    """
+    return torch.tensor(step, dtype=torch.float32, device=device if "exp_avg_sq" in keys else "cpu")
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

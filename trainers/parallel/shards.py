@@ -156,12 +156,15 @@ def gather_full_tensors(
         memory at a time.
     """
     # A rank that holds no elements of a weight knows neither its state keys nor whether it is sharded: ask all ranks.
-    keys = sorted(set().union(*ranks.gather({key for shard in shards for key in shard.tensors if key != WEIGHT})))
+    keys: dict[str, set[str]] = {shard.name: set() for shard in shards}
+    for known in ranks.gather({shard.name: shard.tensors.keys() - {WEIGHT} for shard in shards}):
+        for name, of_weight in known.items():
+            keys[name] |= of_weight
     sharded = set().union(*ranks.gather([shard.name for shard in shards if shard.elements < shard.numel]))
     # All ranks visit the tensors in the same order; owners alternate, so that each rank writes a similar amount.
     index = 0
     for shard in sorted(shards, key=lambda shard: shard.name):
-        for key in [WEIGHT, *(keys if shard.name in steps else [])]:
+        for key in [WEIGHT, *(sorted(keys[shard.name]) if shard.name in steps else [])]:
             owner, index = index % ranks.world if onto is None else onto, index + 1
             if shard.name in sharded:
                 full = _gather_full_tensor(shard, key, owner, ranks)

@@ -28,7 +28,7 @@ from torch import distributed
 from trainers.config.options import TrainConfig
 from trainers.parallel.backend import Backend, total_numel, trained_weights
 from trainers.parallel.fill import fill, shard_as_read, unread
-from trainers.parallel.optimizer import build_optimizer, parameter_groups
+from trainers.parallel.optimizer import build_optimizer, parameter_groups, update_count
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
 from trainers.run.errors import TrainingError
@@ -90,6 +90,8 @@ class Zero(Backend):
         with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer
+        groups_of = self.optimizer.bit16_groups if self.stage < 3 else []
+        self.group_numbers = {id(weight): number for number, group in enumerate(groups_of) for weight in group}
         self._check_layout()
 
     def _check_layout(self) -> None:
@@ -247,16 +249,38 @@ class Zero(Backend):
         weight = flat.detach().reshape(-1).narrow(0, offset, count)
         return self._shard(name, start, {WEIGHT: weight, **tensors}, step)
 
-    def init_optimizer_state(self, keys: Sequence[str], steps: dict[str, float]) -> None:
+    def shards_of(self, names: Sequence[str], within: Sequence[torch.Tensor] | None = None) -> list[Shard]:
+        """See `Backend`; DeepSpeed updates one flat tensor after the other."""
+        if within is not None:
+            updated = {number for number, flat in enumerate(self._flats()) if any(flat is weight for weight in within)}
+            local = dict(self.trained)
+            names = [name for name in names if self._flat_number(local[name]) in updated]
+        return super().shards_of(names)
+
+    def _flats(self) -> list[torch.Tensor]:
+        """This rank's flat fp32 tensors, one of each parameter group or, under ZeRO 3, of each of its sub-groups."""
+        name = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
+        flats: list[torch.Tensor] = getattr(self.optimizer, name)
+        return flats
+
+    def _flat_number(self, weight: Any) -> int:
+        """Index of the flat tensor that has a weight, on this rank or another."""
+        if self.stage == 3:
+            return self._position(weight)[0]
+        return self.group_numbers[id(weight)]
+
+    def init_optimizer_state(self, keys: dict[str, list[str]], steps: dict[str, float]) -> None:
         """See `Backend`; a flat partition has a single update count for all of its weights."""
         inner = self.optimizer.optimizer
         plain_count = type(inner).__module__.startswith("deepspeed")  # DeepSpeed's optimizers count in integers
         updates = max(steps.values())
-        flats = "fp32_partitioned_groups_flat" if self.stage == 3 else "single_partition_of_fp32_groups"
-        for number, flat in enumerate(getattr(self.optimizer, flats)):
+        of_flat: dict[int, set[str]] = {}
+        for name, weight in self.trained:
+            of_flat.setdefault(self._flat_number(weight), set()).update(keys.get(name, ()))
+        for number, flat in enumerate(self._flats()):
             with self._in_memory(number, keep=True) if number in self.on_disk() else nullcontext():
-                step = int(updates) if plain_count else torch.tensor(updates, dtype=torch.float32, device=flat.device)
-                zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in keys}
+                step = int(updates) if plain_count else update_count(updates, of_flat[number], flat.device)
+                zeros = {key: torch.zeros_like(flat, requires_grad=False) for key in sorted(of_flat[number])}
                 inner.state[flat] = {"step": step, **zeros}
 
 

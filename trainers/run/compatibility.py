@@ -17,6 +17,7 @@ from trainers.config.fields import text_of
 from trainers.config.lr_schedule import stable_steps
 from trainers.config.mistakes import Mistake
 from trainers.config.objective_file import file_version
+from trainers.config.optimizer_options import ADAMW
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import schema_version
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
@@ -154,7 +155,7 @@ def refusals(
     misfits = [
         replace(change, remedy="its tensors do not fit: start a new run")
         for change in changed
-        if change.option in STRUCTURE
+        if change.option in STRUCTURE or _has_other_states(change.option, manifest["config"], config)
     ]
     if force:
         return misfits
@@ -166,6 +167,11 @@ def refusals(
     remedy = f"the remaining steps would differ: restore it, or {FORCE}"
     others = [change for change in changed if change.option not in pass_by] + changed_versions(manifest, installed)
     return misfits + [replace(change, remedy=remedy) for change in others]
+
+
+def _has_other_states(option: str, then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Whether an option's change leaves the optimizer with states that it does not know."""
+    return option == "optim" and not {then["optim"], now["optim"]} <= {*ADAMW}
 
 
 def checkpoint_to_resume(source: str | None, run_dir: Path | None) -> Path | None:

@@ -1,7 +1,7 @@
 """Estimates the disk space of a run from the headers of its base model, and checks that it is free. Imports no torch.
 
-A checkpoint holds the trained weights and both Adam moments. All kept checkpoints are on disk while the next one is
-written, and so is the export.
+A checkpoint holds the trained weights and the optimizer's states. All kept checkpoints are on disk while the next one
+is written, and so is the export.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _DTYPE_BYTES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "float16"
 """Exported bytes per weight; F64 is exported in fp32."""
 _SCALES, _PACKED_BYTES, _PACKED_WEIGHTS = ("_scale_inv", "_scales"), 16, 32
 """Suffixes of the scales of quantised weights; bytes and weights of an mxfp4 block."""
-_ADAM_BYTES, _ADAM_8BIT_BYTES = 8.0, 2 + 8 / 256
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,7 @@ class Tensor:
 
     def layer(self) -> int | None:
         """Returns the index of its decoder layer; None if it is in no layer."""
-        parts = self.name.split(".")
-        numbers = [int(part) for before, part in pairwise(parts)
-                   if before in ("layers", "h", "blocks") and part.isdigit()]  # fmt: skip
-        return numbers[0] if numbers else None
+        return layer_of(self.name)
 
 
 def tensors_of(headers: Headers) -> list[Tensor]:
@@ -67,6 +63,16 @@ def tensors_of(headers: Headers) -> list[Tensor]:
 def _has_scaled(headers: Headers, name: str) -> bool:
     """Whether there is a quantised weight of this name, to which a tensor of scales belongs."""
     return name in headers or f"{name}_blocks" in headers
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the index of a weight's decoder layer; None if it is in no layer."""
+    numbers = [
+        int(part)
+        for before, part in pairwise(name.split("."))
+        if before in ("layers", "h", "blocks") and part.isdigit()
+    ]
+    return numbers[0] if numbers else None
 
 
 def is_expert(name: str) -> bool:
@@ -100,10 +106,10 @@ def bytes_needed(
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
     trained = every if config.method == "full" else _adapter_weights(config, present)
     trained = trained if trained_weights is None else trained_weights
-    # Bytes per trained weight in a checkpoint: the weight itself, and its optimizer state.
+    outside = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text and tensor.layer() is None)
+    elsewhere = min(outside, trained) if config.method == "full" else 0
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
-    state = _ADAM_BYTES if config.optim == "adamw" else _ADAM_8BIT_BYTES
-    checkpoint = trained * (weight + state)
+    checkpoint = trained * weight + config.state_bytes(trained - elsewhere, elsewhere)
     full_model = config.method == "full" or config.merge_adapter
     exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else trained
     export = exported * _DTYPE_BYTES[_export_dtype(config, present)]

@@ -29,6 +29,7 @@ from trainers.strategy.deepspeed_schema import QUANTIZED, DeepSpeedJson
 from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted, size_option
 from trainers.strategy.method_refusal import method_refusal
 from trainers.strategy.objective_refusal import objective_refusal
+from trainers.strategy.optimizer_refusal import optimizer_refusal
 from trainers.strategy.pipeline_schedules import SCHEDULES, micro_batch_mistake
 from trainers.strategy.schema import MAX_PROCESSES, ignored_keys
 
@@ -320,14 +321,13 @@ def _absolute_json(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "deepspeed_config": {**inline, "deepspeed_config_file": path}}
 
 
-def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: bool = False) -> str | None:
+def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
     """Returns why a strategy cannot run on this machine or with this method; None if it can. Launches nothing.
 
     Args:
         strategy: The strategy.
         method: `full`, `lora` or `qlora`.
         has_gpu: Whether the run would use GPUs.
-        small_optimizer: Whether weights or Adam states are kept below fp32.
     """
     deepspeed, offloads = strategy.distributed_type == "DEEPSPEED", strategy.offload != "none"
     if deepspeed and not _has("deepspeed"):
@@ -346,11 +346,6 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool, small_optimizer: 
     remedy = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
     if method == "qlora" and strategy.fsdp_version == 1:
         return f"method=qlora: FSDP 1 would put 4-bit and fp32 weights into one flat tensor; {remedy}"
-    if deepspeed and small_optimizer:
-        return (
-            "DeepSpeed keeps weights and Adam's states itself, in fp32; leave out optim=adamw_8bit and "
-            "master_weights=false, or use --strategy fsdp2"
-        )
     if method == "qlora" and strategy.zero_stage == 3:
         return f"method=qlora: ZeRO 3 would shard and cast 4-bit weights as if they were numbers; {remedy}"
     return None
@@ -362,7 +357,10 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     Raises:
         ConfigError: If the global batch does not divide evenly.
     """
-    if reason := cannot_run(strategy, config.method, has_gpu, config.small_optimizer()):
+    if reason := cannot_run(strategy, config.method, has_gpu):
+        return reason
+    offloads, own_optimizer = strategy.offload != "none", "optimizer" in strategy.deepspeed_json
+    if reason := optimizer_refusal(config, strategy.distributed_type == "DEEPSPEED", offloads, own_optimizer):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config):

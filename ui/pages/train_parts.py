@@ -27,7 +27,7 @@ from trainers.config.fields import TITLES, OptionField, choice_labels, fields
 from trainers.config.labels import CHOICES
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import OWN_OPTIONS
-from trainers.config.options import TrainConfig, precision_lines
+from trainers.config.options import TrainConfig, optimizer_lines, precision_lines
 from trainers.run import host_memory
 from ui.pages.data_parts import rows_panel
 from ui.parts import (
@@ -202,6 +202,7 @@ def numbers(derived: Numbers, job: TrainJob) -> list[tuple[str, Any]]:
     if derived.learning_rate != job.config.learning_rate:
         rows.append(("Learning rate", f"{number_text(derived.learning_rate)} after scaling"))
     rows += [("Precision", line) for line in precision_lines(job.config)]
+    rows += [("Optimizer", line) for line in optimizer_lines(job.config)]
     return [*rows, ("Evaluation", _evaluation(job)), ("Run folder in", str(job.run.path.parent))]
 
 

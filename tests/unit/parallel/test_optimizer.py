@@ -26,7 +26,7 @@ from trainers.parallel.optimizer import (
     state_vectors,
     write_state_vectors,
 )
-from trainers.strategy.strategy import cannot_run, load_strategy
+from trainers.strategy.strategy import load_strategy, refusal
 from trainers.tools.preflight import machine_mistakes
 
 CPU = torch.device("cpu")
@@ -219,8 +219,8 @@ def test_they_are_named_as_outside_the_promise() -> None:
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3"])
 def test_deepspeed_which_keeps_states_itself_refuses(name: str) -> None:
     strategy = load_strategy(name)
-    assert "use --strategy fsdp2" in str(cannot_run(strategy, "full", has_gpu=False, small_optimizer=True))
-    assert cannot_run(strategy, "full", has_gpu=False) is None
+    assert "use --strategy fsdp2" in str(refusal(strategy, config("full", True, optim="adamw_8bit"), has_gpu=False))
+    assert refusal(strategy, config("full", True), has_gpu=False) is None
 
 
 def test_activation_offloading_is_idle_without_checkpointing_and_refused_without_a_gpu() -> None:

@@ -294,6 +294,10 @@ def test_what_rests_where() -> None:
     # Stages of 2, 2, 3 and 1 layers. Where they turn, the first rank has three layers, embedding and head.
     assert resting("pp", pp_schedule="interleaved") == [4 * 600, 4 * 600, 8 * 600]
     assert resting("pp", pp_schedule="zbv") == [4 * 500, 4 * 500, 8 * 500]
+    # A momentum alone; with Muon, embedding and head keep Adam's two states.
+    assert resting("fsdp2", optim="lion") == [2000, 2000, 2000]
+    assert resting("fsdp2", optim="muon") == [2000, 2000, 4 * 400 + 8 * 100]
+    assert resting("zero1", optim="lion") == [4000, 4000, 4000]
     assert resting("fsdp2", optim="adamw_8bit", master_weights=False, mixed_precision="bf16") == [1000, 1000, 1015.625]
 
 

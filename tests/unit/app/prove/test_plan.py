@@ -74,6 +74,15 @@ def test_a_preset_that_leaves_the_promise_is_told() -> None:
     assert [line["option"] for line in _overrides(command, given, used, _known(SETTINGS), {})] == ["mixed_precision"]
 
 
+def test_an_optimizer_within_the_promise_is_proved_itself() -> None:
+    lion = plan("tiny-lora", "--optim", "lion", "--strategies", "ddp")
+    assert {lion.reference.config.optim, *(row.job.config.optim for row in lion.rows if row.job)} == {"lion"}
+    assert lion.overrides == []
+    eight_bit = plan("tiny-lora", "--optim", "adamw_8bit", "--strategies", "ddp")
+    assert eight_bit.reference.config.optim == "adamw"
+    assert eight_bit.overrides == [{"option": "optim", "given": "adamw_8bit", "used": "adamw"}]
+
+
 def test_without_a_model_the_one_that_ships_is_proved() -> None:
     assert plan().reference.config.preset == "tiny-full"
     assert plan("--dataset_name", "x.jsonl", "--eval_dataset_name", "none").reference.config.preset == "tiny-full"

@@ -1,0 +1,33 @@
+"""Why a strategy cannot train with an optimizer. Imports no torch."""
+
+from __future__ import annotations
+
+from trainers.config.options import TrainConfig
+
+
+def optimizer_refusal(config: TrainConfig, uses_deepspeed: bool, offloads: bool, own_optimizer: bool) -> str | None:
+    """Returns why a strategy cannot train with the config's optimizer; None if it can.
+
+    Args:
+        config: The run's config.
+        uses_deepspeed: Whether DeepSpeed updates the weights.
+        offloads: Whether weights or states rest in host memory or on disk.
+        own_optimizer: Whether the DeepSpeed JSON configures an optimizer.
+    """
+    if config.optim == "muon" and offloads:
+        return "optim=muon: its matrices are not offloaded; use optim=adamw, or a strategy without offload"
+    if not uses_deepspeed:
+        return None
+    if config.small_optimizer():
+        return (
+            "DeepSpeed keeps weights and Adam's states itself, in fp32; leave out optim=adamw_8bit and "
+            "master_weights=false, or use --strategy fsdp2"
+        )
+    if config.optim == "adamw":
+        return None
+    optim = f"optim={config.optim}"
+    if own_optimizer:
+        return f"{optim}: the DeepSpeed JSON has an optimizer too; remove one of them"
+    if offloads:  # Accelerate would put DeepSpeed's Adam in its place
+        return f"{optim}: DeepSpeed's offload updates by its own Adam; use optim=adamw, or a strategy without offload"
+    return None
