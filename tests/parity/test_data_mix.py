@@ -134,5 +134,5 @@ def test_a_resume_goes_on_with_the_same_rows(name: str, processes: int, tmp_path
             assert abs(row[f"loss/{source}"] - before[row["step"]][f"loss/{source}"]) < 1e-5
     changed = {**again, "mix": mix((1.0, 1.0, 0.5))}
     refused = launch(tmp_path / "changed", processes, changed, strategy=name)
-    assert refused.status == 2
-    assert "data" in refused.output
+    assert refused.status != 0
+    assert "the data, its tokenizer or its options changed" in refused.output

@@ -84,7 +84,8 @@ class MixedSet(TokenSet):
     def reports(self) -> list[Report]:
         """The report of each source, which names it."""
         labelled = zip(self.mix.names, self.parts, strict=True)
-        return [replace(part.report, dataset=f"{name} ({part.report.dataset})") for name, part in labelled]
+        limit = "limit" if self.report.split == "train" else ""
+        return [replace(part.report, dataset=f"{name} ({part.report.dataset})", limit=limit) for name, part in labelled]
 
     def _find(self, index: int) -> tuple[TokenSet, int]:
         source = int(np.searchsorted(self.bounds, index, side="right")) - 1

@@ -43,6 +43,7 @@ class Report:
         ignored_files: Files of the folder that are not data or belong to another split, with the reason.
         held_out: Rows that `eval_share` takes from the training data for evaluation.
         left_out: Rows of the split that `max_train_samples` or `max_eval_samples` leaves out; they are not read.
+        limit: Name of the option that leaves these out.
         template: The chat template that rendered conversations, and what it trains in a short one.
     """
 
@@ -64,6 +65,7 @@ class Report:
     longest: int = 0
     held_out: int = 0
     left_out: int = 0
+    limit: str = ""
     ignored_files: list[str] = field(default_factory=list)
     template: list[str] = field(default_factory=list)
 
@@ -144,7 +146,7 @@ class Report:
         if self.held_out:
             lines.append(f"{name}: {self.held_out:,} rows held out for evaluation by eval_share")
         if self.left_out:
-            lines.append(f"{name}: {self.left_out:,} rows left out by max_{self.split}_samples")
+            lines.append(f"{name}: {self.left_out:,} rows left out by {self.limit or f'max_{self.split}_samples'}")
         lines += [f"{name}: {note}" for note in self.notes()]
         if self.bad:
             kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.bad_rows.items()))
