@@ -163,7 +163,7 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("rows", f"{rows:,} in {counted(statistics['files'], 'file', 'files')} ({', '.join(statistics['formats'])})"),
         *_held_out(statistics["held_out"], statistics["eval_left_out"]),
-        ("documents", f"{statistics['documents']:,}"),
+        ("documents", f"{statistics['documents']:,}{_repeated(statistics['repeated'])}"),
         ("tokens", f"{tokens:,}, longest row {statistics['longest']:,}"),
         (
             "trained",
@@ -185,6 +185,10 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         size = statistics["global_batch_size"]
         lines.append(("steps", f"{steps:,} per pass with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
+
+
+def _repeated(count: int) -> str:
+    return f", {count:,} of them repeat an earlier one exactly" if count else ""
 
 
 def _held_out(rows: int, unused: int) -> list[tuple[str, str]]:

@@ -36,6 +36,7 @@ class TokenSet:
         desirable: `[documents]` bool, the label of each; True for data without labels.
         numbers: `[documents, columns]` float32, the numeric columns of the example of each, in the order of
             `ObjectiveSpec.columns`; not a number where the data lacks an optional one.
+        digests: `[documents]` uint64, a hash of the tokens of each.
     """
 
     def __init__(self, folder: Path, meta: dict[str, Any]):
@@ -48,6 +49,7 @@ class TokenSet:
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self.desirable: npt.NDArray[np.bool_] = arrays["desirable"]
         self.numbers: npt.NDArray[np.float32] = arrays["numbers"].reshape(len(self.lengths), -1)
+        self.digests: npt.NDArray[np.uint64] = arrays["digests"]
         self._input_ids = arrays["input_ids"]
         self._mask = arrays["mask"]
         self._files = arrays["files"]

@@ -41,6 +41,7 @@ class MixedSet(TokenSet):
         self.trained = np.concatenate([part.trained for part in parts])
         self.desirable = np.concatenate([part.desirable for part in parts])
         self.numbers = np.concatenate([part.numbers for part in parts])
+        self.digests = np.concatenate([part.digests for part in parts])
         self.report = Report(dataset, split, sorted({name for part in parts for name in part.report.formats}))
         for part in parts:
             self.report.merge(part.report)

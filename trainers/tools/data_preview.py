@@ -22,6 +22,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
 from trainers.data.files import DataFile
+from trainers.data.overlap import repeated
 from trainers.data.prepare import (
     TokenSet,
     files_of,
@@ -276,6 +277,7 @@ class Preview:
             "truncated_share": _share(report.truncated, report.rows),
             "dropped_share": _share(report.dropped, report.rows),
             "bad_share": _share(report.bad, report.rows),
+            "repeated": repeated(data),
             "packing": self.packs,
             "max_length": self.config.max_length,
             "training_rows": len(rows),
