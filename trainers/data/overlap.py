@@ -24,17 +24,21 @@ def in_both(train: TokenSet, evaluation: TokenSet) -> list[tuple[int, int]]:
     return list(zip(numbers.tolist(), order[places[numbers]].tolist(), strict=True))
 
 
-def overlap_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
-    """The lines that a run prints about documents that occur more than once; none if none does."""
-    lines = []
-    if again := repeated(train):
-        share = f"{again:,} of {len(train):,} documents ({again / len(train):.1%})"
-        lines.append(f"train data {train.report.dataset}: {share} repeat an earlier one exactly")
-    if evaluation is not None and (pairs := in_both(train, evaluation)):
-        share = f"{len(pairs):,} of {len(evaluation):,} documents ({len(pairs) / len(evaluation):.1%})"
-        listed = [f"{evaluation.where(number)} as {train.where(other)}" for number, other in pairs[:_EXAMPLES]]
-        lines.append(
-            f"eval data {evaluation.report.dataset}: {share} are trained on too, so their loss does not show what the "
-            f"model makes of new ones: {', '.join(listed)}"
-        )
-    return lines
+def repeated_lines(train: TokenSet) -> list[str]:
+    """A line on documents of the training data that repeat others; none if none does."""
+    if not (again := repeated(train)):
+        return []
+    share = f"{again:,} of {len(train):,} documents ({again / len(train):.1%})"
+    return [f"train data {train.report.dataset}: {share} repeat an earlier one exactly"]
+
+
+def leak_lines(train: TokenSet, evaluation: TokenSet) -> list[str]:
+    """A line on documents of the evaluation data that are trained on; none if none is."""
+    if not (pairs := in_both(train, evaluation)):
+        return []
+    share = f"{len(pairs):,} of {len(evaluation):,} documents ({len(pairs) / len(evaluation):.1%})"
+    listed = [f"{evaluation.where(number)} as {train.where(other)}" for number, other in pairs[:_EXAMPLES]]
+    return [
+        f"eval data {evaluation.report.dataset}: {share} are trained on too, so their loss says nothing of new ones: "
+        + ", ".join(listed)
+    ]

@@ -29,7 +29,7 @@ from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cach
 from trainers.data.files import DataFile, identity, ignored_files, resolve
 from trainers.data.formats import OPTIONAL, recognise, unrecognised, wanted_columns
 from trainers.data.mix import MixedSet
-from trainers.data.overlap import overlap_lines
+from trainers.data.overlap import leak_lines, repeated_lines
 from trainers.data.progress import Progress, say
 from trainers.data.report import LONGER, TOO_LONG, Report
 from trainers.data.rollouts import refuse_missing_columns
@@ -231,7 +231,7 @@ def report_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
     for report in reports:
         lines += replace(report, template=[] if report.template in templates else report.template).lines()
         templates.append(report.template)
-    return [*lines, *overlap_lines(train, evaluation)]
+    return [*lines, *repeated_lines(train), *(leak_lines(train, evaluation) if evaluation is not None else [])]
 
 
 def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:

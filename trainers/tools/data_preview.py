@@ -22,7 +22,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
 from trainers.data.files import DataFile
-from trainers.data.overlap import repeated
+from trainers.data.overlap import leak_lines, repeated
 from trainers.data.prepare import (
     TokenSet,
     files_of,
@@ -262,6 +262,9 @@ class Preview:
         mistakes = _mistakes(lambda: refuse_bad(report, self.config))
         mistakes += _mistakes(lambda: refuse_missing_numbers(self.config, data))
         mistakes += _mistakes(lambda: refuse_missing_columns(self.config, data))
+        leaks = list[str]()
+        if self.config.has_evaluation():
+            mistakes += _mistakes(lambda: leaks.extend(leak_lines(data, tokenised(self.config, "eval"))))
         steps: dict[str, int | None] = {"steps_per_epoch": None, "total_steps": None}
         try:
             plan = TrainPlan(rows, self.config, 1)
@@ -270,7 +273,7 @@ class Preview:
             mistakes += [*report.dropped_note(), *error.lines]
         return {
             **report.to_json(),
-            "notes": report.notes(),
+            "notes": [*report.notes(), *leaks],
             "bad": report.bad,
             "eval_left_out": max(0, report.held_out - (self.config.max_eval_samples or report.held_out)),
             "trained_share": _share(report.trained_tokens, report.tokens),

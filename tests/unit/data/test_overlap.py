@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.data.overlap import in_both, overlap_lines, repeated
+from trainers.data.overlap import in_both, leak_lines, repeated, repeated_lines
 from trainers.data.prepare import prepare, report_lines
+from trainers.tools.data_preview import Preview
 
 
 def write(path: Path, texts: list[str]) -> str:
@@ -55,7 +56,20 @@ def test_what_is_trained_and_evaluated_is_listed_with_its_lines(tmp_path: Path) 
     assert leak.startswith(f"eval data {leaking}: 2 of 4 documents (50.0%)")
     assert leak.endswith(f"{leaking}:2 as {train}:8, {leaking}:4 as {train}:4")
     clean = config_of(tmp_path, dataset_name=write(tmp_path / "clean.jsonl", texts), eval_share=0.2)
-    assert overlap_lines(prepare(clean, "train"), prepare(clean, "eval")) == [], "control"
+    assert leak_lines(prepare(clean, "train"), prepare(clean, "eval")) == [], "control"
+    assert repeated_lines(prepare(clean, "train")) == []
+
+
+def test_the_data_page_says_so_too(tmp_path: Path) -> None:
+    train, same = (
+        write(tmp_path / "a.jsonl", ["one text", "another", "one text"]),
+        write(tmp_path / "b.jsonl", ["another"]),
+    )
+    statistics = Preview(config_of(tmp_path, dataset_name=train, eval_dataset_name=same)).statistics()
+    assert statistics["repeated"] == 1
+    assert any(f"{same}:1 as {train}:2" in note for note in statistics["notes"])
+    missing = config_of(tmp_path, dataset_name=train, eval_dataset_name=str(tmp_path / "no.jsonl"))
+    assert any("no.jsonl" in line for line in Preview(missing).statistics()["mistakes"])
 
 
 def test_the_sources_of_a_mix_are_compared_too(tmp_path: Path) -> None:
