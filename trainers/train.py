@@ -356,9 +356,9 @@ def begin(config: TrainConfig, strategy: Strategy, run: RunFolder, launch: Launc
     write_json(run.chat_template, template_record(config))
     if split_objective(config.objective):
         write_atomic(run.objective, read_file("objective", config.objective).decode())
-    if config.mix is not None:
-        write_atomic(run.mix, read_mix(config.mix).dump())
     resumes = checkpoint_to_resume(config.resume_from_checkpoint, run.path) is not None
+    if config.mix is not None and (config.force_resume or not resumes):  # otherwise it is the same, or refused
+        write_atomic(run.mix, read_mix(config.mix).dump())
     if start := record_start(config, read_json(run.start), resumes):
         write_json(run.start, start)
         if not resumes:

@@ -43,7 +43,7 @@ def data_verb(argv: Sequence[str]) -> int:
     try:
         with _progress("json" in args.switches or "quiet" in args.switches) as show:
             statistics = _statistics(view, show)
-        preview = view.rows(0, rows)["rows"] if rows else []
+        preview = view.rows(0, rows)["rows"] if rows and view.config.mix is None else []
     except WorkerDied as error:
         say(clean(str(error)))
         return 1
@@ -174,7 +174,7 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         ("truncated", f"{statistics['truncated']:,} rows, {statistics['truncated_share']:.1%}"),
         ("split", f"{statistics['split_rows']:,} rows"),
         ("dropped", f"{statistics['dropped']:,} rows, {statistics['dropped_share']:.1%}"),
-        *([("left out", f"{statistics['left_out']:,} rows, by max_train_samples")] if statistics["left_out"] else []),
+        *_left_out(statistics["left_out"], statistics["limit"] or "max_train_samples"),
         ("tokens lost", f"{statistics['cut_tokens']:,}"),
         ("bad", f"{statistics['bad']:,} rows{_kinds(statistics['bad_rows'])}"),
         ("trained on", f"{statistics['training_rows']:,} {packed}"),
@@ -185,6 +185,10 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         size = statistics["global_batch_size"]
         lines.append(("steps", f"{steps:,} per pass with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
+
+
+def _left_out(rows: int, option: str) -> list[tuple[str, str]]:
+    return [("left out", f"{rows:,} rows, by {option}")] if rows else []
 
 
 def _repeated(count: int) -> str:

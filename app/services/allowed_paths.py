@@ -79,7 +79,7 @@ def _source_mistakes(mix: str, roots: Sequence[Path]) -> Iterator[Mistake]:
         for name in ("dataset_name", "chat_template"):
             value = getattr(source, name)
             if value and (reason := _refused(name, value, roots)):
-                yield Mistake(name, shortened(value), reason, source=f"mix {shortened(mix)}")
+                yield Mistake("mix", shortened(mix), f": its {name}={shortened(value)} {reason}")
 
 
 def strategy_mistake(name: str, roots: Sequence[Path]) -> Mistake | None:

@@ -12,7 +12,8 @@ from trainers.config.options import TrainConfig
 COMMON = (
     "learning_rate", "num_train_epochs", "max_steps", "global_batch_size", "per_device_train_batch_size", "max_length",
     "mixed_precision", "save_steps", "run_name", "packing", "gradient_checkpointing", "method", "lora_r", "lora_alpha",
-    "model_name_or_path", "dataset_name", "eval_dataset_name", "eval_share", "objective", *OWN_OPTIONS,
+    "model_name_or_path", "dataset_name", "mix", "eval_dataset_name", "eval_share", "objective",
+    *OWN_OPTIONS,
 )  # fmt: skip
 MAX_TEXT_BYTES = 4096
 

@@ -11,15 +11,14 @@ from trainers.config.fields import fields, text_of
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.own_data import without_preset_data
 from trainers.config.presets import find_preset
-from trainers.config.validation import build
 
-NAMING = ("dataset_name", "eval_dataset_name", "eval_share")
+NAMING = ("dataset_name", "mix", "eval_dataset_name", "eval_share")
 """Options that choose data; changing one drops the preset's options about its own data, including later ones here."""
 
 
 @lru_cache(maxsize=256)
 def base_config(preset: str | None) -> TrainConfig:
-    """The config of a preset, which may lack a teacher; without one, the defaults with the embedded model and data.
+    """The config of a preset, which may lack a teacher; without one, the defaults with the embedded model and no data.
 
     Raises:
         ConfigError: for an unknown preset.
@@ -27,7 +26,7 @@ def base_config(preset: str | None) -> TrainConfig:
     if preset:
         entry = find_preset(preset)
         return TrainConfig.model_validate({**entry.options, "preset": entry.name})
-    return build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED})
+    return TrainConfig.model_validate({"model_name_or_path": EMBEDDED})
 
 
 def starting_values(preset: str | None, form_values: Mapping[str, Any] | None = None) -> dict[str, str]:

@@ -56,7 +56,7 @@ class DataOptions(OptionGroup):
     max_train_samples: Annotated[int | None, Optionally] = option("data", None, "rows", ge=1, le=10**12)
     """Use only the first N rows of the training data."""
     max_eval_samples: Annotated[int | None, Optionally] = option("data", None, "rows", ge=1, le=10**12)
-    """Use only the first N rows of the evaluation data."""
+    """Use only the first N rows of the evaluation data; of a mix, of each source."""
     dataset_num_proc: Annotated[int | None, Optionally] = option("data", None, "processes", ge=1, le=4096)
     """Number of tokenization processes; default: one per core, a single one for small data."""
     cache_dir: Annotated[str | None, Optionally] = option("data", None)

@@ -12,11 +12,12 @@ sources:
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from fractions import Fraction
 from math import gcd, lcm
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -28,6 +29,11 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.yaml_file import read_yaml
 
 MAX_SOURCES = 100
+PERIOD = 10**6
+"""Rows after which the order of sources repeats, at most; shares that need more are rounded to so many parts."""
+_DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_NONE = ("", "none", "null")
 _NAME = re.compile(r"[\w.+-]{1,40}")
 _OWN = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by", "chat_template")
 """Options of the run that a source may set for itself."""
@@ -50,8 +56,8 @@ class Source(BaseModel):
 
     dataset_name: Annotated[str, Field(min_length=1)]
     name: str | None = None
-    weight: Annotated[float, Field(ge=1e-6, le=1e6)] = 1.0
-    limit: Annotated[int | None, Field(ge=1, le=10**12)] = None
+    weight: Annotated[float, Field(ge=1e-6, le=1e15, strict=True)] = 1.0
+    limit: Annotated[int | None, Field(ge=1, le=10**12, strict=True)] = None
     loss: Literal["assistant", "all"] | None = None
     dataset_config_name: str | None = None
     dataset_split: str | None = None
@@ -65,8 +71,9 @@ class Source(BaseModel):
         """Its name in logs and metrics."""
         if self.name is not None:
             return self.name
-        path = Path(self.dataset_name.rstrip("/"))
-        stem = re.sub(r"[^\w.+-]+", "-", path.stem if path.suffix else path.name).strip("-")
+        name = PurePath(self.dataset_name).name
+        stem = name.removesuffix(PurePath(name).suffix) if name.lower().endswith(_DATA) else name
+        stem = re.sub(r"[^\w.+-]+", "-", stem).strip("-")
         return stem[:40] or "data"
 
 
@@ -94,11 +101,13 @@ class Mix(BaseModel):
         return yaml.safe_dump(self.model_dump(exclude_none=True), sort_keys=False, allow_unicode=True)
 
     def shares(self) -> list[int]:
-        """Integers in the exact ratio of the weights as they are written."""
+        """Integers in the ratio of the weights as they are written, of a sum of at most about `PERIOD`."""
         exact = [Fraction(str(source.weight)) for source in self.sources]
         scale = lcm(*(weight.denominator for weight in exact))
         integers = [int(weight * scale) for weight in exact]
-        common = gcd(*integers)
+        common, total = gcd(*integers), sum(integers)
+        if total // common > PERIOD:
+            return [max(1, round(integer * PERIOD / total)) for integer in integers]
         return [integer // common for integer in integers]
 
 
@@ -108,8 +117,11 @@ def read_mix(file: str) -> Mix:
     Raises:
         ConfigError: If it cannot be read, has unknown keys or invalid values, or two sources of one name.
     """
-    path = Path(file).expanduser()
-    values = read_yaml(path)
+    try:
+        path = Path(file).expanduser()
+        values = read_yaml(path)
+    except (OSError, RuntimeError) as error:  # a name that is too long, or of nobody's home
+        raise ConfigError(_mistake(file[:200], f"cannot be read: {error}", "check the path")) from None
     try:
         mix = Mix.model_validate(values)
     except ValidationError as error:
@@ -122,7 +134,10 @@ def read_mix(file: str) -> Mix:
         if not _NAME.fullmatch(name):
             problem = f"names a source {name!r}"
             raise ConfigError(_mistake(file, problem, "use at most 40 letters, digits and any of . _ + -"))
-    sources = [source.model_copy(update=_absolute(source, path.absolute().parent)) for source in mix.sources]
+    try:
+        sources = [source.model_copy(update=_absolute(file, source, path.absolute().parent)) for source in mix.sources]
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(_mistake(file, f"names a file that cannot be: {error}", "check its sources")) from None
     return mix.model_copy(update={"sources": sources})
 
 
@@ -148,22 +163,36 @@ def config_of(config: TrainConfig, source: Source) -> TrainConfig:
         raise ConfigError(error.mistakes, source=f"{config.mix}: source {source.label}") from None
 
 
-def _absolute(source: Source, folder: Path) -> dict[str, str]:
-    """The paths of a source that exist below the folder of its mix, made absolute; also globs."""
-    paths = {name: value for name in ("dataset_name", "chat_template") if (value := getattr(source, name))}
+def _absolute(file: str, source: Source, folder: Path) -> dict[str, str]:
+    """The local paths of a source, made absolute from the folder of its mix; also globs. Hub ids stay as they are.
+
+    Raises:
+        ConfigError: If a name is no data, or a file of the current folder alone.
+        OSError, RuntimeError: If a name cannot be that of a file.
+    """
     absolute = {}
-    for name, value in paths.items():
-        path = folder / Path(value).expanduser()
-        is_glob = name == "dataset_name" and any(mark in value for mark in "*?[") and "://" not in value
-        if value != EMBEDDED and (name == "chat_template" or is_glob or path.exists() or value.startswith((".", "~"))):
-            absolute[name] = str(path.absolute())
-    return absolute
+    if source.chat_template is not None and source.chat_template.lower() not in _NONE:
+        absolute["chat_template"] = os.path.normpath(folder / Path(source.chat_template).expanduser())
+    name = source.dataset_name
+    if name.lower() in _NONE:
+        raise ConfigError(
+            _mistake(file, f"names {name!r} as the data of a source", "name a file, a folder or a Hub id")
+        )
+    if name == EMBEDDED or "://" in name:
+        return absolute
+    path = folder / Path(name).expanduser()
+    if not path.exists() and _HUB_ID.fullmatch(name) and not name.lower().endswith(_DATA):
+        if Path(name).exists():
+            problem = f"names {name}, which is in the current folder and not beside the mix"
+            raise ConfigError(_mistake(file, problem, "write the path from the folder of the mix, or the full one"))
+        return absolute
+    return {**absolute, "dataset_name": os.path.normpath(path)}
 
 
 def _explain(file: str, detail: dict[str, Any]) -> Mistake:
     """Converts a pydantic error to a mistake."""
     where = [str(part) for part in detail["loc"]]
-    if where[0] == "sources" and len(where) > 2:
+    if where[0] == "sources" and len(where) > 1:
         where = [f"source {int(where[1]) + 1}", *where[2:3]]
     location, value = ": ".join(where), repr(detail["input"])[:80]
     if detail["type"] == "extra_forbidden":
@@ -171,7 +200,11 @@ def _explain(file: str, detail: dict[str, Any]) -> Mistake:
         return _mistake(file, f"has an unknown key, {location}", nearest(where[-1], known, f"use {', '.join(known)}"))
     if detail["type"] == "missing":
         return _mistake(file, f"has no {location}", "list the data under `sources`, each with a `dataset_name`")
-    return _mistake(file, f"{location}={value} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}", "correct it")
+    if detail["type"] == "model_type":
+        return _mistake(file, f"{location}: {value} is no source", "write `- dataset_name: ...`")
+    return _mistake(
+        file, f"{location}={value} is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}", "see docs/data.md"
+    )
 
 
 def _mistake(file: str, problem: str, remedy: str) -> Mistake:

@@ -18,6 +18,9 @@ from trainers.config.objectives import OBJECTIVES, REWARDS
 
 MAX_RANK = 4096
 """Highest rank of an adapter."""
+MAX_REPEATS = 2
+"""Most repetitions in a pattern of module names."""
+_PATTERN = re.compile(r"[\w.\-|\[\]^\\*+?]+", re.ASCII)
 MAX_PROFILED = 10
 """Steps to profile at most: of a large model, each has hundreds of thousands of events."""
 
@@ -47,12 +50,18 @@ def _numbers(value: Any) -> Any:
 
 def _patterns(value: dict[str, Any]) -> dict[str, Any]:
     for pattern in value:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{pattern} is no regular expression ({error})") from None
         if not pattern:
             raise ValueError("a number has no module before its =")
+        # Some expressions take forever to match: those with groups or many repetitions, which no name needs.
+        if not _PATTERN.fullmatch(pattern) or len(re.findall(r"[*+?]", pattern)) > MAX_REPEATS:
+            raise ValueError(
+                f"{pattern} is not a name or a plain regular expression, of letters, digits and . _ - | [ ] ^ \\ with "
+                f"at most {MAX_REPEATS} of * + ?"
+            )
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except re.error as error:
+            raise ValueError(f"{pattern} is no regular expression ({error})") from None
     return value
 
 

@@ -10,7 +10,7 @@ _DATA = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "s
          "eval_share", *_EVALUATION)  # fmt: skip
 _WHEN = ("eval_steps", "eval_on_start")
 """When to evaluate; meaningless without evaluation data."""
-DESCRIBING = (*_DATA, *_WHEN)
+DESCRIBING = ("dataset_name", *_DATA, *_WHEN)
 """All options that may be dropped."""
 
 
@@ -28,12 +28,13 @@ def without_preset_data(
         The remaining values, and a line that lists what was removed (no line if nothing was).
     """
     # Other training data replaces all data options; other evaluation data only those of evaluation.
-    own = ["mix"] if _set(chosen, "mix") else []
+    own = ["mix"] if _set(chosen, "mix") and str(chosen["mix"]) != str(preset.get("mix")) else []
     own += [key for key in ("dataset_name", "eval_dataset_name") if _replaced(preset, chosen, key)]
     if not own:
         return dict(preset), []
     described = _EVALUATION if own == ["eval_dataset_name"] else _DATA
     described = ("dataset_name", *described) if "mix" in own else described
+    described = ("mix", *described) if "dataset_name" in own else described
     gone = [key for key in described if key in preset and key not in chosen]
     left = {key: value for key, value in preset.items() if key not in gone}
     evaluates = any(_set({**left, **chosen}, key) for key in ("eval_dataset_name", "eval_share"))
@@ -47,6 +48,8 @@ def without_preset_data(
 
 
 def _replaced(preset: Mapping[str, Any], chosen: Mapping[str, Any], key: str) -> bool:
+    if key == "dataset_name" and _set(preset, "mix") and _set(chosen, key):
+        return True
     return key in preset and key in chosen and str(chosen[key]) != str(preset[key])
 
 

@@ -25,6 +25,10 @@ def sampler_mistakes(config: TrainConfig) -> list[Mistake]:
          "with sampler_url: the adapter is trained on a base in 4 bits, whose weights the server does not have"),
         (bool(config.modules_to_save), "modules_to_save", ",".join(config.modules_to_save),
          "with sampler_url: the server adds adapters to its base, and replaces no module"),
+        *((bool(patterns), name, ",".join(f"{key}={value}" for key, value in patterns.items()),
+           "with sampler_url: the server scales all adapters alike")
+          for name, patterns in (("lora_rank_pattern", config.lora_rank_pattern),
+                                 ("lora_alpha_pattern", config.lora_alpha_pattern))),
         (config.use_dora, "use_dora", True, "with sampler_url: the server adds adapters of plain LoRA"),
         (config.random_init, "random_init", True, "with sampler_url: the server has the pretrained weights"),
         (config.num_hidden_layers is not None, "num_hidden_layers", config.num_hidden_layers,

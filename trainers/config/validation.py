@@ -157,7 +157,8 @@ def _mix_conflicts(config: TrainConfig) -> list[Mistake]:
         return [] if config.dataset_name else [_missing("dataset_name")]
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.dataset_name is not None,
-         "mix", config.mix, f"and dataset_name={config.dataset_name} are both set", "keep one (dataset_name=none)"),
+         "mix", config.mix, f"and dataset_name={config.dataset_name} are both set",
+         "keep one of them, and set the other to none"),
         (config.max_train_samples is not None,
          "max_train_samples", config.max_train_samples, "with a mix, whose sources are cut each by itself",
          "give sources a `limit` in the mix"),

@@ -118,14 +118,15 @@ class TrainPlan:
 
     def source_metrics(self, step: int) -> dict[str, float]:
         """Of each source of a mix, its share of the rows and its tokens in the first `step` steps; otherwise empty."""
-        if self.mix_order is None:
+        if self.mix_order is None or step == 0:
             return {}
         position = step * self.config.global_batch_size
         shares = self.mix_order.counts(position) / position
         tokens = self.mix_order.values_until(position, self.rows.lengths)
         labelled = zip(self.mix_order.mix.names, shares.tolist(), tokens, strict=True)
         return {f"{kind}/{name}": value for name, share, count in labelled
-                for kind, value in (("share", share), ("tokens", count))}  # fmt: skip
+                for kind, value in (("share", share), ("tokens", count))
+                if kind == "share" or not self.config.objective_spec.samples}  # fmt: skip
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
         """Yields the batches of `rank` from `first_step` on; the next is prepared while the current step computes."""

@@ -19,6 +19,9 @@ from trainers.config.mix import Mix
 from trainers.data.cache import TokenSet
 from trainers.data.report import Report
 
+_BLOCK = 1 << 12
+"""Positions after which the rows of each source are counted."""
+
 
 class MixedSet(TokenSet):
     """The documents of several sources, source after source.
@@ -43,6 +46,7 @@ class MixedSet(TokenSet):
         self.numbers = np.concatenate([part.numbers for part in parts])
         self.digests = np.concatenate([part.digests for part in parts])
         self.report = Report(dataset, split, sorted({name for part in parts for name in part.report.formats}))
+        self.report.limit = "limit" if split == "train" else ""
         for part in parts:
             self.report.merge(part.report)
             self.report.files += part.report.files
@@ -85,7 +89,7 @@ class MixedSet(TokenSet):
     def reports(self) -> list[Report]:
         """The report of each source, which names it."""
         labelled = zip(self.mix.names, self.parts, strict=True)
-        limit = "limit" if self.report.split == "train" else ""
+        limit = self.report.limit
         return [replace(part.report, dataset=f"{name} ({part.report.dataset})", limit=limit) for name, part in labelled]
 
     def _find(self, index: int) -> tuple[TokenSet, int]:
@@ -113,6 +117,7 @@ class MixOrder:
         self.period = sum(self.shares)
         self._chosen = bytearray()  # the source of each position, up to the end of the first period
         self._counts = [0] * len(self.shares)  # rows of each source in `_chosen`
+        self._counts_before = [tuple(self._counts)]  # the same before each block of positions
         self._lock = Lock()  # the next batch is prepared by another thread
         self._order: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
 
@@ -126,14 +131,20 @@ class MixOrder:
 
     def sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The source of each position from `start` to `stop`."""
-        positions = np.arange(start, stop) % self.period
-        return np.frombuffer(self._until(positions), dtype=np.uint8)[positions].astype(np.int64)
+        chosen, position = list[npt.NDArray[np.int64]](), start
+        while position < stop:
+            first = position % self.period
+            last = min(first + stop - position, self.period)
+            chosen.append(self._chosen_in(first, last))
+            position += last - first
+        return np.concatenate([np.zeros(0, dtype=np.int64), *chosen])
 
     def counts(self, position: int) -> npt.NDArray[np.int64]:
         """`[sources]` rows of each source before a position."""
         periods, left = divmod(position, self.period)
-        chosen = np.frombuffer(self._until(np.arange(left)), dtype=np.uint8)[:left]
-        return periods * np.array(self.shares) + np.bincount(chosen, minlength=len(self.shares))
+        block = left // _BLOCK
+        since = np.bincount(self._chosen_in(block * _BLOCK, left), minlength=len(self.shares))
+        return periods * np.array(self.shares) + np.array(self._counts_before[block]) + since
 
     def rows_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The row numbers at the positions from `start` to `stop`."""
@@ -165,13 +176,12 @@ class MixOrder:
             self._order[source] = number, order
         return order
 
-    def _until(self, positions: npt.NDArray[np.int64]) -> bytes:
-        """The source of each position of the first period, as far as the given positions need it."""
-        end = int(positions.max(initial=-1)) + 1
+    def _chosen_in(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """The source of each position of a part of the first period."""
         with self._lock:
-            while len(self._chosen) < end:
+            while len(self._chosen) < last:
                 self._choose()
-            return bytes(memoryview(self._chosen)[:end])
+            return np.frombuffer(self._chosen[first:last], dtype=np.uint8).astype(np.int64)
 
     def _choose(self) -> None:
         """Chooses the source of the next position: of those whose turn has come, the one whose turn ends first."""
@@ -186,3 +196,5 @@ class MixOrder:
                 best, deadline = source, (left, share)
         self._chosen.append(best)
         self._counts[best] += 1
+        if len(self._chosen) % _BLOCK == 0:
+            self._counts_before.append(tuple(self._counts))

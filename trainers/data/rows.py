@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -26,9 +26,6 @@ from trainers.data.mix import MixedSet
 from trainers.data.packing import pack
 from trainers.data.rollouts import Rollouts, TokenValues
 from trainers.data.teacher_file import TeacherFile, values_of_labels
-
-if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
-    pass
 
 
 class Documents(Protocol):

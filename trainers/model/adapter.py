@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
 from safetensors.torch import load_file
 from torch import nn
 
@@ -15,7 +16,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.load import model_path
-from trainers.model.lora import adapts_tied, copies
+from trainers.model.lora import adapts_tied
 from trainers.model.probe import in_one_line
 from trainers.model.stored import replace
 from trainers.model.weight_names import Shapes, misfits
@@ -130,8 +131,10 @@ def _merge(adapter: Adapter, model: Any) -> None:
     """Adds an adapter to the weights of a full model in place; which of them are trained does not change."""
     trained = {name: weight.requires_grad for name, weight in model.named_parameters()}
     adapted = adapter.attach(model)
-    if copies(adapted) and model.config.get_text_config().tie_word_embeddings:
-        raise ValueError("it replaces modules of a model with tied embeddings")
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    replaced = any(isinstance(end, ModulesToSaveWrapper) for end in ends)
+    if replaced and model.config.get_text_config().tie_word_embeddings:
+        raise ValueError("it replaces one of two tied embeddings")
     if adapts_tied(model, list(adapted.targeted_module_names)):
         raise ValueError("it adapts one of two tied embeddings; `tunesmith export RUN --merged` gives each its own")
     merged = adapted.merge_and_unload()

@@ -114,27 +114,32 @@ class Muon(torch.optim.AdamW):
         state[UPDATE] = slope.lerp_(mean, self.momentum)  # in place of the gradient, which is not needed any more
 
     def _orthogonalize(self, weights: list[torch.Tensor]) -> None:
-        """Replaces the updates of these weights, each on one rank at a time."""
+        """Replaces the updates of these weights, each on one rank at a time; two full matrices are held at most."""
         shards = self.shards_of(self.names, weights)
         for first in range(0, len(shards), self.ranks.world):
-            turn = shards[first : first + self.ranks.world]
-            full = [self._gathered(shard, owner) for owner, shard in enumerate(turn)]
-            if self.ranks.rank < len(turn):
+            turn, own = shards[first : first + self.ranks.world], None
+            for owner, shard in enumerate(turn):
+                gathered = self._gathered(shard, owner)
+                own = gathered if gathered is not None else own
+            if own is not None:
                 rows, columns = turn[self.ranks.rank].shape
-                matrix = full[self.ranks.rank].view(rows, columns)
+                matrix = own.view(rows, columns)
                 matrix.copy_(orthogonalized(matrix).mul_(0.2 * max(rows, columns) ** 0.5))
-            for owner, (shard, matrix) in enumerate(zip(turn, full, strict=True)):
+            for owner, shard in enumerate(turn):
+                result = own if owner == self.ranks.rank else None
+                result = torch.empty(shard.numel, device=self.ranks.device) if result is None else result
                 if self.ranks.grouped:
-                    distributed.broadcast(matrix, owner)
+                    distributed.broadcast(result, owner)
                 if shard.elements:
-                    shard.fill(UPDATE, matrix)
+                    shard.fill(UPDATE, result)
 
-    def _gathered(self, shard: Shard, owner: int) -> torch.Tensor:
-        """The full update of a matrix, flat, if this rank is its owner; otherwise room for the result."""
+    def _gathered(self, shard: Shard, owner: int) -> torch.Tensor | None:
+        """The full update of a matrix, flat, if this rank is its owner. Collective if the matrix is divided."""
         if shard.name not in self.divided:
-            return shard.tensors[UPDATE].to(self.ranks.device, copy=True)
+            own = owner == self.ranks.rank
+            return shard.tensors[UPDATE].to(self.ranks.device, copy=True).view(-1) if own else None
         full = torch.zeros(shard.numel, device=self.ranks.device)
         if shard.primary and shard.elements:
             shard.put(shard.tensors[UPDATE].to(self.ranks.device), full)
         distributed.reduce(full, owner)
-        return full
+        return full if owner == self.ranks.rank else None

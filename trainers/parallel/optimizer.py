@@ -49,12 +49,16 @@ def parameter_groups(
     """
     by_kind: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
     for name, weight in trained:
-        factor = config.loraplus_lr_ratio if "lora_B" in name or "lora_embedding_B" in name else 1.0
+        faster = "lora_B" in name or "lora_embedding_B" in name or len(shapes[name]) == 1  # as peft has it
+        factor = config.loraplus_lr_ratio if faster and config.method != "full" else 1.0
         if config.optim == "muon" and len(shapes[name]) > 2 and is_expert(name):
             problem = f": {name} stacks the experts of a layer, and Muon takes matrices"
             raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
         hidden = config.optim == "muon" and is_hidden_matrix(name, shapes[name])
         by_kind.setdefault((len(shapes[name]) >= 2, factor, hidden), []).append(weight)
+    if config.optim == "muon" and not any(hidden for _, _, hidden in by_kind):
+        problem = "finds no matrix in a layer among the trained weights, and would leave all of them to AdamW"
+        raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
     return [
         {"params": weights, "weight_decay": config.weight_decay * decays, "rate_factor": factor, "hidden": hidden}
         for (decays, factor, hidden), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)

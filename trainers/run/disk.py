@@ -104,10 +104,12 @@ def bytes_needed(
     limit = config.num_hidden_layers
     present = [tensor for tensor in tensors if limit is None or (tensor.layer() or 0) < limit]
     every = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text)
-    trained = every if config.method == "full" else _adapter_weights(config, present)
+    adapters = _adapter_weights(config, present)
+    at_least = 0 if config.freeze else every  # which of the weights are frozen is known once their model is built
+    trained = at_least if config.method == "full" else adapters
     trained = trained if trained_weights is None else trained_weights
-    outside = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text and tensor.layer() is None)
-    elsewhere = min(outside, trained) if config.method == "full" else 0
+    layers = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text and tensor.layer() is not None)
+    elsewhere = max(0, trained - (layers if config.method == "full" else adapters))  # embeddings, or saved modules
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     checkpoint = trained * weight + config.state_bytes(trained - elsewhere, elsewhere)
     full_model = config.method == "full" or config.merge_adapter

@@ -99,6 +99,9 @@ class Preview:
             `rows`, `offset`, `total` (None until all files have been scanned), `bytes` of all files (an estimate for
             Hub data).
         """
+        if self.config.mix is not None:
+            problem = "is a mix, whose sources are read each in its own way"
+            raise ConfigError.about("mix", self.config.mix, problem, "show one of them with dataset_name")
         selection = self._selection()
         rows = []
         for shard, number, line, item in self._items(offset, min(count, MOST_ROWS)):

@@ -63,14 +63,15 @@ Live.run = (element, server) => {
   // The metrics of each source of a mix of data.
   function addSources() {
     const sources = data.sources || [];
-    if (!sources.length || CHARTS.some((chart) => chart.sources)) return;
     for (const [name, kind, prefix, hint] of [
       ["Loss by source", "train", "loss/", "Of the tokens of each source of the mix in a step."],
       ["Evaluation loss by source", "eval", "eval_loss/", "On the rows of each source that are held out."],
       ["Tokens by source", "train", "tokens/", "Trained so far of each source of the mix."],
     ]) {
       const lines = sources.map((source) => [kind, prefix + source, source]);
-      CHARTS.push({ sources, name, lines, logs: prefix !== "tokens/", chart: new Chart(grid, name, { group, hint }) });
+      const known = CHARTS.find((chart) => chart.prefix === prefix);
+      if (known) known.lines = lines;
+      else if (sources.length) CHARTS.push({ prefix, name, lines, logs: prefix !== "tokens/", chart: new Chart(grid, name, { group, hint }) });
     }
   }
 

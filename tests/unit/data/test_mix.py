@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.mix import Mix, read_mix
+from trainers.config.mix import config_of as of_source
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
@@ -21,7 +22,10 @@ from trainers.data.mix import MixedSet, MixOrder
 from trainers.data.prepare import prepare
 from trainers.tools.preflight import plan_training
 
-WEIGHTS = st.lists(st.sampled_from([1, 2, 3, 7, 0.1, 0.25, 7.5, 0.01, 11]), min_size=1, max_size=7)
+WEIGHTS = st.lists(
+    st.sampled_from([1, 2, 3, 7, 0.1, 0.25, 7.5, 0.01, 11, 1 / 3, 0.12345678901234568, 1234567, 891011]),
+    min_size=1, max_size=7,
+)  # fmt: skip
 
 
 def order(weights: list[float], rows: list[int], strategy: str = "first_exhausted", seed: int = 1) -> MixOrder:
@@ -78,18 +82,31 @@ def test_each_pass_and_each_seed_has_an_order_of_its_own() -> None:
     assert rows[:20].tolist() != order([1], [20], seed=2).rows_at(0, 20).tolist()
 
 
+SMALL = st.lists(st.sampled_from([1, 2, 3, 7, 0.5, 0.25]), min_size=1, max_size=5)
+
+
 @settings(max_examples=60, deadline=None)
-@given(WEIGHTS, st.data())
+@given(SMALL, st.data())
 def test_an_epoch_ends_when_its_strategy_says(weights: list[float], data: st.DataObject) -> None:
+    """Against a walk along the order; the shares alone decide, which are exact within a row."""
     rows = data.draw(st.lists(st.integers(1, 30), min_size=len(weights), max_size=len(weights)))
     first, full = (order(weights, rows, name) for name in ("first_exhausted", "all_exhausted"))
-    assert (first.counts(first.epoch_rows) <= rows).all()
-    if full.epoch_rows < 20_000:
-        assert (full.counts(full.epoch_rows) >= rows).all()
-        assert not (full.counts(full.epoch_rows - 1) > rows).all()
-    one_more = first.epoch_rows + -(-first.period // min(first.shares))
-    if one_more < 20_000:
-        assert (first.counts(one_more) > np.array(rows) - 1).any()
+    walk = np.cumsum(np.eye(len(rows), dtype=int)[first.sources(0, full.epoch_rows + first.period)], axis=0)
+    repeats = int(np.argmax((walk > rows).any(1)))  # rows before the first that is repeated
+    complete = int(np.argmax((walk >= rows).all(1))) + 1
+    period = first.period / min(first.shares)
+    assert first.epoch_rows <= repeats < first.epoch_rows + period + 1
+    assert full.epoch_rows - period - 1 < complete <= full.epoch_rows
+
+
+def test_weights_of_many_digits_and_of_any_size_have_an_order() -> None:
+    for weights in ([0.9, 0.00012345678901234567], [123456.7, 1 / 3], [2e7, 1e-6, 5], [1.0] * 100):
+        mixed = order(weights, [50] * len(weights))
+        assert mixed.period <= 1.001e6
+        assert largest_deviation(mixed.sources(0, 3000), weights) < 1
+        far = 10**15 + 7
+        assert mixed.rows_at(far, far + 8).shape == (8,)
+        assert mixed.counts(far).sum() == far
 
 
 def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
@@ -231,6 +248,13 @@ BAD: list[tuple[Any, str]] = [
     ({"sources": [{"dataset_name": "a.jsonl", "name": "a/b"}]}, "names a source 'a/b'"),
     ({"sources": [{"dataset_name": "a.jsonl"}], "stop": "first"}, "unknown key, stop"),
     ({"sources": "a.jsonl"}, "sources='a.jsonl' is refused"),
+    ({"sources": ["a.jsonl"]}, "write `- dataset_name: ...`"),
+    ({"sources": [{"dataset_name": "a.jsonl", "limit": True}]}, "source 1: limit=True is refused"),
+    ({"sources": [{"dataset_name": "a.jsonl", "weight": True}]}, "source 1: weight=True is refused"),
+    ({"sources": [{"dataset_name": "a.jsonl", "weight": "3"}]}, "source 1: weight='3' is refused"),
+    ({"sources": [{"dataset_name": "none"}]}, "names 'none' as the data"),
+    ({"sources": [{"dataset_name": "x" * 300}]}, "names a file that cannot be"),
+    ({"sources": [{"dataset_name": "~nosuchuser/a.jsonl"}]}, "names a file that cannot be"),
 ]  # fmt: skip
 
 
@@ -259,6 +283,34 @@ def test_a_mistake_in_a_source_is_named(data: Path, source: dict[str, Any], mess
     with pytest.raises(ConfigError, match=r"mix\.yaml") as error:
         prepare(config_of(data), "train")
     assert message in str(error.value)
+
+
+def test_paths_are_those_beside_the_mix(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = data / "elsewhere"
+    (elsewhere / "org").mkdir(parents=True)
+    write(elsewhere, "here.jsonl", texts("blue", 5))
+    monkeypatch.chdir(elsewhere)
+    save(data, [{"dataset_name": "here.jsonl"}, {"dataset_name": "sub/../a.jsonl"}, {"dataset_name": "some/set-2.5"}])
+    sources = read_mix(str(data / "mix.yaml")).sources
+    assert [source.dataset_name for source in sources] == [
+        str(data / "here.jsonl"),
+        str(data / "a.jsonl"),
+        "some/set-2.5",
+    ]
+    assert [source.label for source in sources] == ["here", "a", "set-2.5"]
+    with pytest.raises(ConfigError, match=r"here\.jsonl does not exist"):
+        prepare(config_of(data), "train")
+    save(data, [{"dataset_name": "org"}])
+    with pytest.raises(ConfigError, match="not beside the mix"):
+        read_mix(str(data / "mix.yaml"))
+
+
+def test_a_source_may_have_no_template_of_its_own(data: Path) -> None:
+    (data / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    save(data, [{"dataset_name": "a.jsonl", "chat_template": "none"}, {"dataset_name": "b.jsonl"}])
+    config = config_of(data, chat_template=str(data / "t.jinja"))
+    first, second = (of_source(config, source) for source in read_mix(str(config.mix)).sources)
+    assert (first.chat_template, second.chat_template) == (None, str(data / "t.jinja"))
 
 
 def test_an_epoch_without_a_full_batch_is_refused(data: Path) -> None:

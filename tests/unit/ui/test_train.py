@@ -15,7 +15,7 @@ from app.services.choices import GpuChoice
 from app.services.form import preview
 from app.services.memory_check import Verdict
 from app.services.slurm_form import SLURM_FIELDS
-from app.services.starting_values import starting_values
+from app.services.starting_values import NAMING, starting_values
 from tests.made_runs import made_run
 from trainers.config.own_data import DESCRIBING
 from ui.context import ServerContext
@@ -179,13 +179,26 @@ def test_a_run_that_will_hardly_fit_is_asked_about_once(tmp_path: Path, monkeypa
 def test_own_data_take_the_presets_evaluation_off_the_form(page: Any) -> None:
     values = {one.name: component.value for one, component in zip(page.fields, page.options, strict=True)}
     named = [box.value for box in page.data_before]
-    assert values["eval_dataset_name"] == named[1] != "", "there is something to take off"
+    before = {name: text or "none" for name, text in zip(NAMING, named, strict=True)}
+    assert values["eval_dataset_name"] == before["eval_dataset_name"] != "", "there is something to take off"
+
+    def followed(**changes: str) -> tuple[dict[str, str], dict[str, str]]:
+        updates = page.follow_data("", "tiny-lora", *named, *{**values, **changes}.values())
+        changed = zip(DESCRIBING, updates[len(NAMING) :], strict=True)
+        return {name: text or "none" for name, text in zip(NAMING, updates, strict=False)}, {
+            name: text for name, text in changed if text != gr.skip()
+        }
+
+    assert followed(dataset_name="my.jsonl") == (
+        {**before, "dataset_name": "my.jsonl", "eval_dataset_name": "none"}, {"eval_dataset_name": ""},
+    )  # fmt: skip
+    assert followed(mix="mix.yaml") == (
+        {**before, "dataset_name": "none", "mix": "mix.yaml", "eval_dataset_name": "none"},
+        {"dataset_name": "", "eval_dataset_name": ""},
+    )
     values["dataset_name"] = "my.jsonl"
-    *before, _ = updates = page.follow_data("", "tiny-lora", *named, *values.values())
-    assert before[:3] == ["my.jsonl", "none", named[2]]
-    shown = dict(zip(DESCRIBING, updates[3:], strict=True))
-    assert {name: value for name, value in shown.items() if value != gr.skip()} == {"eval_dataset_name": ""}
-    assert set(map(str, page.follow_data("run", "tiny-lora", *named, *values.values())[3:])) == {str(gr.skip())}
+    resumed = page.follow_data("run", "tiny-lora", *named, *values.values())[len(NAMING) :]
+    assert set(map(str, resumed)) == {str(gr.skip())}
 
 
 def test_another_method_brings_its_presets_values(page: Any) -> None:

@@ -61,7 +61,7 @@ def test_every_option_is_a_field_with_its_docstring() -> None:
     assert (known["packing"].kind, known["packing"].default) == ("bool", "true")
     assert known["mixed_precision"].choices == ("no", "fp16", "bf16", "fp8")
     assert (known["columns"].kind, known["report_to"].kind) == ("map", "list")
-    assert known["dataset_name"].default is None
+    assert known["model_name_or_path"].default is None
     assert set(COMMON) <= {one.name for one in fields()}
     assert all(one.help for one in fields())
 
