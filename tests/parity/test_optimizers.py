@@ -44,15 +44,15 @@ def finished(name: str, method: str, changes: dict[str, Any]) -> Finished:
     ),
 )
 def test_lion_is_that_of_its_library(name: str, method: str) -> None:
-    found = finished(name, method, LION)
+    trained_run = finished(name, method, LION)
     settings = config(method, True, **LION)
-    assert curve(found).agrees(plain.train(settings, adamw=of_library))
-    assert "optim=lion: lion_beta1=0.9, lion_beta2=0.99" in found.output
-    assert "outside the promise" not in found.output
+    assert curve(trained_run).agrees(plain.train(settings, adamw=of_library))
+    assert "optim=lion: lion_beta1=0.9, lion_beta2=0.99" in trained_run.output
+    assert "outside the promise" not in trained_run.output
     if name == "fsdp2":  # controls
-        assert not curve(found).agrees(plain.train(settings))
+        assert not curve(trained_run).agrees(plain.train(settings))
         other = config(method, True, **LION, lion_beta2=0.999)
-        assert not curve(found).agrees(plain.train(other, adamw=of_library))
+        assert not curve(trained_run).agrees(plain.train(other, adamw=of_library))
 
 
 class TorchMuon:
@@ -97,14 +97,14 @@ class TorchMuon:
     ),
 )
 def test_muon_is_torchs_in_fp32(name: str, method: str) -> None:
-    found = finished(name, method, MUON)
+    trained_run = finished(name, method, MUON)
     settings = config(method, True, **MUON)
-    assert curve(found).agrees(plain.train(settings, adamw=torch_muon()))
-    assert "muon_momentum=0.95, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-08; Muon for" in found.output
-    assert "outside the promise" not in found.output
+    assert curve(trained_run).agrees(plain.train(settings, adamw=torch_muon()))
+    assert "muon_momentum=0.95, adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-08; Muon for" in trained_run.output
+    assert "outside the promise" not in trained_run.output
     if name == "fsdp2":  # controls: another optimizer, and torch's own precision
-        assert not curve(found).agrees(plain.train(settings))
-        assert not curve(found).agrees(plain.train(settings, adamw=torch_muon(half=True)))
+        assert not curve(trained_run).agrees(plain.train(settings))
+        assert not curve(trained_run).agrees(plain.train(settings, adamw=torch_muon(half=True)))
 
 
 def torch_muon(half: bool = False) -> Any:
@@ -140,6 +140,6 @@ MOVES = [
 def test_a_checkpoint_moves_to_another_strategy(before: str, after: str, optim: str, tmp_path: Path) -> None:
     undisturbed = finished(before, "full", CHANGES[optim])
     again = curve(resumed(tmp_path / "again", undisturbed, after, CHANGES[optim]))
-    whole = curve(undisturbed)
-    joined = plain.Curve(whole.losses[:10] + again.losses, whole.norms[:10] + again.norms)
-    assert joined.agrees(whole)
+    full_curve = curve(undisturbed)
+    joined = plain.Curve(full_curve.losses[:10] + again.losses, full_curve.norms[:10] + again.norms)
+    assert joined.agrees(full_curve)

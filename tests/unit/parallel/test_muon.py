@@ -28,9 +28,9 @@ def drawn(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:
 def test_an_update_keeps_the_directions_and_evens_out_their_sizes(shape: tuple[int, int]) -> None:
     matrix = drawn(shape) * torch.logspace(0, -1, shape[1])
     left, sizes, right = torch.linalg.svd(matrix, full_matrices=False)
-    found = left.T @ orthogonalized(matrix) @ right.T
-    assert 0.5 < found.diagonal().min() <= found.diagonal().max() < 1.3
-    assert (found - found.diagonal().diag()).abs().max() < 1e-4
+    measured = left.T @ orthogonalized(matrix) @ right.T
+    assert 0.5 < measured.diagonal().min() <= measured.diagonal().max() < 1.3
+    assert (measured - measured.diagonal().diag()).abs().max() < 1e-4
     assert sizes.min() / sizes.max() < 0.5 or min(shape) == 1  # control: there was something to even out
     assert torch.equal(orthogonalized(torch.zeros(shape)), torch.zeros(shape))
 
@@ -66,11 +66,11 @@ def test_it_steps_as_torchs_muon_does_in_fp32(shape: tuple[int, int], monkeypatc
                 patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)
             ends[precision] = trained(library, weight)
     weight, other = nn.Parameter(drawn(shape)), nn.Parameter(drawn(shape))
-    found = trained(alone(weight), weight)
-    torch.testing.assert_close(found, ends["fp32"], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found, ends["bf16"], rtol=0, atol=0.01)
-    assert (found - ends["bf16"]).abs().max() > 1e-5  # control: torch's own precision is another
-    assert (trained(alone(other, 0.9), other) - found).abs().max() > 1e-4
+    measured = trained(alone(weight), weight)
+    torch.testing.assert_close(measured, ends["fp32"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(measured, ends["bf16"], rtol=0, atol=0.01)
+    assert (measured - ends["bf16"]).abs().max() > 1e-5  # control: torch's own precision is another
+    assert (trained(alone(other, 0.9), other) - measured).abs().max() > 1e-4
 
 
 def test_a_saved_momentum_goes_on_bit_for_bit() -> None:
@@ -116,9 +116,9 @@ def test_groups_have_decay_rate_and_kind() -> None:
     weights = [(name, nn.Parameter(torch.zeros(shape))) for name, shape in shapes.items()]
     settings = config("lora", True, optim="muon", loraplus_lr_ratio=8.0, weight_decay=0.1)
     groups = parameter_groups(weights, shapes, settings)
-    kinds = {id(one): (group["hidden"], group["rate_factor"]) for group in groups for one in group["params"]}
+    kinds = {id(weight): (group["hidden"], group["rate_factor"]) for group in groups for weight in group["params"]}
     assert [kinds[id(weight)] for _, weight in weights] == [
-        (False, 1), (True, 1), (False, 1), (True, 1), (True, 8), (False, 1), (False, 1),
+        (False, 1), (True, 1), (False, 8), (True, 1), (True, 8), (False, 1), (False, 1),
     ]  # fmt: skip
 
 
