@@ -20,7 +20,8 @@ MAX_RANK = 4096
 """Highest rank of an adapter."""
 MAX_REPEATS = 2
 """Most repetitions in a pattern of module names."""
-_PATTERN = re.compile(r"[\w.\-|\[\]^\\*+?]+", re.ASCII)
+_PATTERN = re.compile(r"[\w.\-|\[\]^\\*+?()]+", re.ASCII)
+_ENDLESS = re.compile(r"\(\?|\)[*+?]")
 MAX_PROFILED = 10
 """Steps to profile at most: of a large model, each has hundreds of thousands of events."""
 
@@ -52,11 +53,12 @@ def _patterns(value: dict[str, Any]) -> dict[str, Any]:
     for pattern in value:
         if not pattern:
             raise ValueError("a number has no module before its =")
-        # Some expressions take forever to match: those with groups or many repetitions, which no name needs.
-        if not _PATTERN.fullmatch(pattern) or len(re.findall(r"[*+?]", pattern)) > MAX_REPEATS:
+        # Some expressions take forever to match: those with groups that repeat, or with many repetitions.
+        repeats = len(re.findall(r"[*+?]", pattern))
+        if not _PATTERN.fullmatch(pattern) or _ENDLESS.search(pattern) or repeats > MAX_REPEATS:
             raise ValueError(
-                f"{pattern} is not a name or a plain regular expression, of letters, digits and . _ - | [ ] ^ \\ with "
-                f"at most {MAX_REPEATS} of * + ?"
+                f"{pattern} is not a plain regular expression: letters, digits and . _ - | [ ] ( ) ^ \\, at most "
+                f"{MAX_REPEATS} of * + ?, and no group that repeats"
             )
         try:
             re.compile(rf"(.*\.)?({pattern})$")

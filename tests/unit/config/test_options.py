@@ -65,6 +65,14 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ),
         ({"lora_rank_pattern": "=4"}, "lora_rank_pattern='=4' is refused: value error, a number has no module"),
         ({"lora_alpha_pattern": "q_proj=nan"}, "lora_alpha_pattern=q_proj='nan' is refused: input should be a finite"),
+        (
+            {"lora_rank_pattern": "(?i)q_proj=8"},
+            "lora_rank_pattern='(?i)q_proj=8' is refused: value error, (?i)q_proj is not",
+        ),
+        (
+            {"lora_rank_pattern": "((a+)+)+x=8"},
+            "lora_rank_pattern='((a+)+)+x=8' is refused: value error, ((a+)+)+x is not",
+        ),
         ({"lora_alpha_pattern": "(=8"}, "lora_alpha_pattern='(=8' is refused: value error, ( is no regular expression"),
         ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),
         ({"method": "qlora", "modules_to_save": "lm_head"}, "modules_to_save=lm_head with method=qlora"),

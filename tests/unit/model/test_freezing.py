@@ -10,7 +10,8 @@ import pytest
 from tests.families import config_for, save_small
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.config.validation import build
+from trainers.config.teacher import teacher_config
+from trainers.config.validation import build, conflicting_options
 from trainers.model.load import build_model, build_unread, load_model_config
 from trainers.run.disk import bytes_needed, local_tensors
 from trainers.run.weight_headers import read_headers
@@ -93,3 +94,18 @@ def test_frozen_weights_are_counted_as_frozen() -> None:
     every = sum(weight.numel() for weight in model.parameters())
     needed = [bytes_needed(settings, local_tensors(settings), 1, count) for count in (every, trained)]
     assert needed[0] - needed[1] == 12 * (every - trained)
+
+
+def test_what_freezes_the_student_does_not_freeze_its_teacher() -> None:
+    options = {
+        "model_name_or_path": "embedded",
+        "dataset_name": "embedded",
+        "objective": "distill",
+        "teacher": "embedded",
+    }
+    config = build({**options, "method": "full", "freeze": "layers.3"})
+    assert config.freeze == ["layers.3"]
+    assert teacher_config(config).freeze == []
+    adapted = build({**options, "method": "lora", "use_dora": True, "lora_rank_pattern": "q_proj=4"})
+    assert not conflicting_options(teacher_config(adapted))
+    assert (teacher_config(adapted).use_dora, teacher_config(adapted).lora_rank_pattern) == (False, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainers.config.parse import Request
 from trainers.config.validation import build
 from trainers.data.prepare import load_tokenizer
 from trainers.data.tokenizer import tokenizer_folder
+from trainers.embedded import BASE_DIR
 from trainers.model.adapter import load_start
 from trainers.model.load import build_model, build_unread
 from trainers.run.from_run import resolve_request
@@ -99,6 +101,17 @@ def test_a_merged_adapter_gives_the_weights_of_a_merged_export(checkpointing: bo
     assert not equal(trained_weights(base), exported)  # control
     hooks = [len(one.get_input_embeddings()._forward_hooks) for one in (model, base)]
     assert hooks[0] == hooks[1]
+
+
+def test_a_saved_module_of_a_tied_model_is_merged_unless_it_is_one_of_the_tied(tmp_path: Path) -> None:
+    folder = export_of(tmp_path / "adapter", "adapter", *trained("lora", modules_to_save="model.norm"))
+    norm = started(folder, method="full")[1].get_decoder().norm.weight
+    base = AutoModelForCausalLM.from_pretrained(BASE_DIR).get_decoder().norm.weight
+    assert (norm - base).abs().max() > 0.01
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "modules_to_save": ["lm_head"]}))
+    with pytest.raises(ConfigError, match="one of two tied embeddings"):
+        started(folder, method="full")
 
 
 def test_full_weights_are_loaded_as_any_base_model(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_all_b_matrices_of_adapters_have_the_rate_of_lora_plus() -> None:
         id(weight): (group["rate_factor"], group["weight_decay"]) for group in groups for weight in group["params"]
     }
     assert [factors[id(weight)] for _, weight in weights] == [
-        (1, 0.1), (16, 0.1), (1, 0.1), (16, 0.1), (1, 0.1), (1, 0.0),
+        (1, 0.1), (16, 0.1), (1, 0.1), (16, 0.1), (1, 0.1), (16, 0.0),
     ]  # fmt: skip
     optimizer = build_optimizer(groups, settings)
     set_rate(optimizer, 1e-3)
