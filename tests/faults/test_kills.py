@@ -45,12 +45,12 @@ def test_ranks_are_killed_at_random_steps(
 def test_a_rank_is_killed_under_another_optimizer(
     strategy: str, optim: str, home: Path, undisturbed: Undisturbed, noted: Note
 ) -> None:
-    whole, fault = undisturbed(strategy, optim=optim), noted(f"a rank is killed ({optim})", strategy)
+    expected, fault = undisturbed(strategy, optim=optim), noted(f"a rank is killed ({optim})", strategy)
     run = detached(home, "mine", 2, strategy=strategy, optim=optim, **OPTIONS)
     until(lambda: state_of(run) == "running" and saved(run) >= INTERVAL and step_of(run) > INTERVAL)
     os.kill(pid_of(run, "rank", 1), signal.SIGKILL)
     fault.at()
-    exact(run, whole, replays=INTERVAL)
+    exact(run, expected, replays=INTERVAL)
     fault.harmless(run)
 
 

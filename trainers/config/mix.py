@@ -126,7 +126,12 @@ def read_mix(file: str) -> Mix:
         mix = Mix.model_validate(values)
     except ValidationError as error:
         raise ConfigError([_explain(file, dict(detail)) for detail in error.errors()]) from None
-    for name, count in Counter(mix.names).items():
+    try:
+        sources = [source.model_copy(update=_absolute(file, source, path.absolute().parent)) for source in mix.sources]
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(_mistake(file, f"names a file that cannot be: {error}", "check its sources")) from None
+    mix = mix.model_copy(update={"sources": sources})
+    for name, count in Counter(mix.names).items():  # of the full paths: `.` has the name of its folder
         if count > 1:
             raise ConfigError(
                 _mistake(file, f"has {count} sources of the name {name!r}", "give each a `name` of its own")
@@ -134,11 +139,7 @@ def read_mix(file: str) -> Mix:
         if not _NAME.fullmatch(name):
             problem = f"names a source {name!r}"
             raise ConfigError(_mistake(file, problem, "use at most 40 letters, digits and any of . _ + -"))
-    try:
-        sources = [source.model_copy(update=_absolute(file, source, path.absolute().parent)) for source in mix.sources]
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(_mistake(file, f"names a file that cannot be: {error}", "check its sources")) from None
-    return mix.model_copy(update={"sources": sources})
+    return mix
 
 
 def config_of(config: TrainConfig, source: Source) -> TrainConfig:

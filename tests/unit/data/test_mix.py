@@ -300,6 +300,9 @@ def test_paths_are_those_beside_the_mix(data: Path, monkeypatch: pytest.MonkeyPa
     assert [source.label for source in sources] == ["here", "a", "set-2.5"]
     with pytest.raises(ConfigError, match=r"here\.jsonl does not exist"):
         prepare(config_of(data), "train")
+    save(data, [{"dataset_name": "."}, {"dataset_name": f"{data.name}.jsonl"}])
+    with pytest.raises(ConfigError, match="2 sources of the name"):
+        read_mix(str(data / "mix.yaml"))
     save(data, [{"dataset_name": "org"}])
     with pytest.raises(ConfigError, match="not beside the mix"):
         read_mix(str(data / "mix.yaml"))
