@@ -6,7 +6,7 @@ import copy
 import gc
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -164,10 +164,20 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
     add_frozen(config, loss, splits)
-    check_token_ids(config, splits, loss.vocab_size)
-    check_last_tokens(config, splits)
-    check_positions(config, splits, scaled_positions(config, loss.base.config.get_text_config()))
+    document_check(config, loss)(*splits)
     return loss
+
+
+def document_check(config: TrainConfig, loss: LossModule) -> Callable[..., None]:
+    """A function that raises ConfigError for data sets with a token or position that the model has no embedding for."""
+    vocab_size, positions = loss.vocab_size, scaled_positions(config, loss.base.config.get_text_config())
+
+    def check(*splits: TokenSet | None) -> None:
+        check_token_ids(config, splits, vocab_size)
+        check_last_tokens(config, splits)
+        check_positions(config, splits, positions)
+
+    return check
 
 
 def backend(

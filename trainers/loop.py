@@ -3,7 +3,7 @@
 load a checkpoint, if resuming                                  -> START
 evaluate, if eval_on_start
 for step in steps:
-    take the prefetched batch, set the learning rate            -> data
+    take the prefetched batch, set the learning rate            -> data  (the ranks compare a new window of a stream)
     sample and reward answers to its prompts, if the objective does   -> sampling, rewards
     sum what the loss needs of the global batch (routing, KL)   -> forward, all-reduce
     for each micro-batch:                                          (DDP reduces gradients in the last one only)
@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainers.config.lr_schedule import learning_rate
+from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import HIGHER_IS_BETTER
 from trainers.evaluation import evaluate
 from trainers.model.load import compute_dtype
@@ -90,6 +91,7 @@ class TrainLoop:
         """
         context, progress, total = self.context, self.progress, self.context.plan.total_steps
         context.checkpoints.restore(folder, context.backend, context.config.seed)
+        context.plan.restore(progress.step, progress.stream)
         if progress.step > total:
             raise TrainingError(f"{folder} is at step {progress.step}, past the {total} of this run; raise max_steps")
         self.saved_at = progress.step if folder.parent == context.checkpoints.folder else -1
@@ -140,6 +142,7 @@ class TrainLoop:
             context.heartbeat.at("data", step)
             context.profiler.begin(step + 1)
             with self.window.waiting(), context.stragglers.local_work(), context.profiler.data():
+                self._agree_on_data(step)
                 batch = next(batches)
             if step + 1 in self.progress.skipped_steps:
                 self._skip(step)
@@ -152,6 +155,15 @@ class TrainLoop:
                 batches.close()
                 return self._leave_unsaved() if result.discard else self._stop(requests)
         return self._finish(None)
+
+    def _agree_on_data(self, step: int) -> None:
+        """Saves what is trained before a run ends because the next rows of a stream cannot be used. Collective."""
+        try:
+            self.context.plan.agree(step, self.context.ranks)
+        except (ConfigError, TrainingError):
+            if step > 0:
+                self._save(wait=True)
+            raise
 
     def _after_step(self, result: StepResult) -> None:
         config, progress, batch = self.context.config, self.progress, result.batch
@@ -212,7 +224,7 @@ class TrainLoop:
         slow = context.stragglers.verdict(samples)
         row = {
             "step": progress.step,
-            "epoch": progress.step / context.plan.steps_per_epoch,
+            "epoch": context.plan.epochs(progress.step),
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             **result.extra,
@@ -304,7 +316,8 @@ class TrainLoop:
         context, self.stalled = self.context, 0.0
         if context.scaler is not None:
             self.progress.loss_scale = context.scaler.state_dict()
-        so_far = replace(self.progress, elapsed_s=elapsed)
+        position = context.plan.position(self.progress.step)
+        so_far = replace(self.progress, elapsed_s=elapsed, stream=position)
         buffers = {name: context.bare.get_buffer(name) for name in context.buffers}
         context.checkpoints.begin(context.backend, buffers, so_far)
         self.saved_at = self.progress.step

@@ -57,6 +57,12 @@ class DataOptions(OptionGroup):
     """Use only the first N rows of the training data."""
     max_eval_samples: Annotated[int | None, Optionally] = option("data", None, "rows", ge=1, le=10**12)
     """Use only the first N rows of the evaluation data; of a mix, of each source."""
+    dataset_streaming: bool = option("data", False)
+    """Tokenize the training data while the run goes, in little disk space; see docs/data.md."""
+    streaming_window: int = option("data", 50_000, "rows", ge=1, le=10**9)
+    """Rows that are shuffled among each other under `dataset_streaming`."""
+    streaming_cache: int = option("data", 4096, "MiB", ge=1, le=10**9)
+    """Disk space for the tokens of streamed data; they take the place of the ones used least recently."""
     dataset_num_proc: Annotated[int | None, Optionally] = option("data", None, "processes", ge=1, le=4096)
     """Number of tokenization processes; default: one per core, a single one for small data."""
     cache_dir: Annotated[str | None, Optionally] = option("data", None)

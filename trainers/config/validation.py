@@ -141,6 +141,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
     return [
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
         *_mix_conflicts(config),
+        *_streaming_conflicts(config),
         *_objective_conflicts(config),
         *_unknown_columns(config),
         *(
@@ -169,6 +170,21 @@ def _mix_conflicts(config: TrainConfig) -> list[Mistake]:
          "use teacher, or dataset_name"),
     ]  # fmt: skip
     return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
+
+
+def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit data that is read as the run goes."""
+    if not config.dataset_streaming:
+        return []
+    rules: list[tuple[bool, str, str]] = [
+        (config.max_steps is None, "needs max_steps: the length of an epoch is not known before it is read", ""),
+        (config.eval_share > 0, "with eval_share: rows are held out of data that is read in full",
+         "set eval_dataset_name"),
+        (config.mix is not None, "with a mix, whose sources are read in full", "leave one of them out"),
+        (config.objective != "sft", f"with objective={config.objective}, whose data is read in full before it starts",
+         "use objective=sft"),
+    ]  # fmt: skip
+    return [Mistake("dataset_streaming", True, problem, remedy) for applies, problem, remedy in rules if applies]
 
 
 def _unknown_columns(config: TrainConfig) -> Iterator[Mistake]:
@@ -306,6 +322,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore(["early_stopping_threshold"], "early_stopping_patience is not set")
     if config.rope_scaling == "none":
         ignore({"rope_factor", "rope_original_max_positions"} & changed, "rope_scaling=none")
+    if not config.dataset_streaming:
+        ignore({"streaming_window", "streaming_cache"} & changed, "dataset_streaming is off")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
         ignore(["lr_scaling_batch_size"], "lr_scaling=none")
     return ignored

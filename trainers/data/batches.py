@@ -1,6 +1,7 @@
 """The batch of step `s`: a pure function of (data, seed, `s`), then split across data-parallel ranks.
 
-There is no data loader state to save: any rank can compute the rows of any step at any time.
+There is no data loader state to save: any rank can compute the rows of any step at any time. `StreamPlan` does the same
+for data that is read as the run goes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,6 +20,17 @@ from trainers.data.mix import MixOrder
 from trainers.data.rows import Rows
 
 _GROUPED_BATCHES = 50  # global batches per length-sorted block: enough to reduce padding, few enough to stay shuffled
+
+
+class Collective(Protocol):
+    """What a plan needs of the ranks of a run."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """A small object of every rank, in rank order."""
 
 
 class TrainPlan:
@@ -68,23 +81,9 @@ class TrainPlan:
     def _order_of(self, epoch: int) -> np.ndarray:
         known, order = self._order  # in one attribute, as the next batch is prepared by another thread
         if epoch != known:
-            rng = np.random.Generator(np.random.PCG64([self.config.seed, epoch]))
-            order = rng.permutation(len(self.rows))
-            if self.config.group_by_length and not self.config.packing:
-                order = self._grouped(order, rng)
+            order = shuffled(self.rows, self.config, epoch)
             self._order = epoch, order
         return order
-
-    def _grouped(self, order: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Orders rows so that batches have similar lengths; batches in random order, the partial one last."""
-        size = self.config.global_batch_size
-        # Sort by length within blocks of many shuffled batches, then shuffle the batches.
-        block = size * _GROUPED_BATCHES
-        blocks = [order[start : start + block] for start in range(0, len(order), block)]
-        ordered = np.concatenate([part[np.argsort(-self.rows.lengths[part], kind="stable")] for part in blocks])
-        full = len(ordered) // size
-        batches = ordered[: full * size].reshape(full, size)
-        return np.concatenate([batches[rng.permutation(full)].reshape(-1), ordered[full * size :]])
 
     def rows_of(self, step: int) -> np.ndarray:
         """Row numbers of the global batch of `step`, from 0; the last batch of an epoch may be smaller."""
@@ -94,17 +93,26 @@ class TrainPlan:
         epoch, index = divmod(step, self.steps_per_epoch)
         return self._order_of(epoch)[index * size : (index + 1) * size]
 
+    def _chosen(self, step: int) -> tuple[Rows, np.ndarray]:
+        """The rows of the data, and the numbers of those in the global batch of `step`."""
+        return self.rows, self.rows_of(step)
+
     def shares(self, step: int, rank: int) -> list[np.ndarray]:
         """Row numbers of each micro-batch of `rank` in the global batch of `step`; some may be empty."""
-        chosen, size = self.rows_of(step), self.config.per_device_train_batch_size
+        return self._shares(self._chosen(step)[1], rank)
+
+    def _shares(self, chosen: np.ndarray, rank: int) -> list[np.ndarray]:
+        """Row numbers of each micro-batch of `rank`, of a global batch; some may be empty."""
+        size = self.config.per_device_train_batch_size
         # Interleaved between ranks: with rows sorted by length, all ranks do similar work at a time.
         starts = [(number * self.world + rank) * size for number in range(self.accumulation)]
         return [chosen[start : start + size] for start in starts]
 
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
-        chosen, rows = self.rows_of(step), self.rows
-        micro_batches, mismatched = rows.collate_each(self.shares(step, rank), rows.scales(chosen)), list[MicroBatch]()
+        rows, chosen = self._chosen(step)
+        micro_batches = rows.collate_each(self._shares(chosen, rank), rows.scales(chosen))
+        mismatched = list[MicroBatch]()
         trained, tokens, squared = (
             int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths)
         )
@@ -115,6 +123,16 @@ class TrainPlan:
             micro_batches, trained, tokens, squared, rows.divisor(chosen), mismatched,
             trained_by_source=rows.trained_by_source(chosen),
         )  # fmt: skip
+
+    def locations(self, step: int, rank: int | None = None) -> list[str]:
+        """File and line of each example in the global batch of `step`, or in the share of `rank`."""
+        rows, chosen = self._chosen(step)
+        shares = [chosen] if rank is None else self._shares(chosen, rank)
+        return [location for share in shares for location in rows.locations(share)]
+
+    def epochs(self, step: int) -> float:
+        """The epochs of the first `step` steps."""
+        return step / self.steps_per_epoch
 
     def source_metrics(self, step: int) -> dict[str, float]:
         """Of each source of a mix, its share of the rows and its tokens in the first `step` steps; otherwise empty."""
@@ -128,6 +146,16 @@ class TrainPlan:
                 for kind, value in (("share", share), ("tokens", count))
                 if kind == "share" or not self.config.objective_spec.samples}  # fmt: skip
 
+    def agree(self, step: int, ranks: Collective) -> None:
+        """Makes sure that all ranks read the same data for `step`: here they do, as it was read in full before."""
+
+    def position(self, step: int) -> dict[str, int]:
+        """What a checkpoint of `step` needs beside its number, to go on with the next batch; empty here."""
+        return {}
+
+    def restore(self, step: int, position: dict[str, int]) -> None:
+        """Goes on from a checkpoint of `step`, with what `position` was then."""
+
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
         """Yields the batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
@@ -137,6 +165,28 @@ class TrainPlan:
                 if step + 1 < self.total_steps:
                     upcoming = pool.submit(self.batch, step + 1, rank)
                 yield ready
+
+
+def shuffled(rows: Rows, config: TrainConfig, *number: int) -> np.ndarray:
+    """`[rows]` row numbers in the order of training.
+
+    Args:
+        rows: the rows.
+        config: `seed`, and whether batches have similar lengths.
+        number: of the epoch, or of a part of it; each has another order.
+    """
+    rng = np.random.Generator(np.random.PCG64([config.seed, *number]))
+    order = rng.permutation(len(rows))
+    if not config.group_by_length or config.packing:
+        return order
+    # Sort by length within blocks of many shuffled batches, then shuffle the batches; the partial one is the last.
+    size = config.global_batch_size
+    block = size * _GROUPED_BATCHES
+    blocks = [order[start : start + block] for start in range(0, len(order), block)]
+    ordered = np.concatenate([part[np.argsort(-rows.lengths[part], kind="stable")] for part in blocks])
+    full = len(ordered) // size
+    batches = ordered[: full * size].reshape(full, size)
+    return np.concatenate([batches[rng.permutation(full)].reshape(-1), ordered[full * size :]])
 
 
 def evaluation_batches(

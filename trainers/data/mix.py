@@ -17,13 +17,14 @@ import numpy.typing as npt
 
 from trainers.config.mix import Mix
 from trainers.data.cache import TokenSet
+from trainers.data.joined import JoinedSet
 from trainers.data.report import Report
 
 _BLOCK = 1 << 12
 """Positions after which the rows of each source are counted."""
 
 
-class MixedSet(TokenSet):
+class MixedSet(JoinedSet):
     """The documents of several sources, source after source.
 
     Args:
@@ -33,57 +34,19 @@ class MixedSet(TokenSet):
         split: `train` or `eval`.
     """
 
-    def __init__(self, mix: Mix, parts: Sequence[TokenSet], dataset: str, split: str):  # no folder of its own
-        self.mix, self.parts = mix, list(parts)
+    def __init__(self, mix: Mix, parts: Sequence[TokenSet], dataset: str, split: str):
+        self.mix = mix
         names = zip(mix.names, mix.shares(), parts, strict=True)
         weights = [[share, part.fingerprint] for _, share, part in names]
         identity = json.dumps([mix.stopping_strategy if split == "train" else None, weights])
-        self.fingerprint = hashlib.sha256(f"mix {identity}".encode()).hexdigest()
-        self.bounds = np.cumsum([0, *map(len, parts)])
-        self.lengths = np.concatenate([part.lengths for part in parts])
-        self.trained = np.concatenate([part.trained for part in parts])
-        self.desirable = np.concatenate([part.desirable for part in parts])
-        self.numbers = np.concatenate([part.numbers for part in parts])
-        self.digests = np.concatenate([part.digests for part in parts])
-        self.report = Report(dataset, split, sorted({name for part in parts for name in part.report.formats}))
-        self.report.limit = "limit" if split == "train" else ""
+        report = Report(dataset, split, sorted({name for part in parts for name in part.report.formats}))
+        report.limit = "limit" if split == "train" else ""
         for part in parts:
-            self.report.merge(part.report)
-            self.report.files += part.report.files
-            self.report.held_out += part.report.held_out
-            self.report.left_out += part.report.left_out
-
-    def largest_token_id(self) -> int:
-        """The largest token id of all documents."""
-        return max(part.largest_token_id() for part in self.parts)
-
-    def document(self, index: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Token ids of a document, and the mask of trained tokens; read-only views."""
-        part, local = self._find(index)
-        return part.document(local)
-
-    def gather(self, indices: npt.NDArray[np.integer]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        """Token ids of several documents, concatenated, and the mask of trained tokens; copies."""
-        tokens, masks = zip(*map(self.document, indices.tolist()), strict=True)
-        return np.concatenate(tokens), np.concatenate(masks)
-
-    def first_trained(self) -> npt.NDArray[np.int64]:
-        """`[documents]` tokens before the first trained one of each document."""
-        return np.concatenate([part.first_trained() for part in self.parts])
-
-    def last_tokens(self) -> npt.NDArray[np.int32]:
-        """`[documents]` last token of each document."""
-        return np.concatenate([part.last_tokens() for part in self.parts])
-
-    def columns(self, index: int) -> bytes:
-        """The columns of a document that rewards read: a JSON object by role, or nothing."""
-        part, local = self._find(index)
-        return part.columns(local)
-
-    def where(self, index: int) -> str:
-        """`file:line` of the row that a document comes from."""
-        part, local = self._find(index)
-        return part.where(local)
+            report.merge(part.report)
+            report.files += part.report.files
+            report.held_out += part.report.held_out
+            report.left_out += part.report.left_out
+        super().__init__(parts, hashlib.sha256(f"mix {identity}".encode()).hexdigest(), report, packs_apart=True)
 
     @property
     def reports(self) -> list[Report]:
@@ -91,10 +54,6 @@ class MixedSet(TokenSet):
         labelled = zip(self.mix.names, self.parts, strict=True)
         limit = self.report.limit
         return [replace(part.report, dataset=f"{name} ({part.report.dataset})", limit=limit) for name, part in labelled]
-
-    def _find(self, index: int) -> tuple[TokenSet, int]:
-        source = int(np.searchsorted(self.bounds, index, side="right")) - 1
-        return self.parts[source], int(index - self.bounds[source])
 
 
 class MixOrder:

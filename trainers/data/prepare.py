@@ -109,12 +109,16 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
         raise ConfigError("there is no evaluation data; set eval_dataset_name or eval_share")
     if mix := mix_of(config, split):
         return _tokenise_sources(config, mix, split)
+    if split == "train" and config.dataset_streaming:
+        from trainers.data.stream import Stream, Window  # a stream tokenises its windows with this module
+
+        return Stream(config).open(Window(0, 0))
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
     folder = cache_dir(config) / fingerprint
     token_set = open_cache(folder, fingerprint)
     if token_set is None:
-        with _locked(folder, split):
+        with locked(folder, split):
             token_set = open_cache(folder, fingerprint) or _build(config, split, files, folder, fingerprint)
     token_set.rename_sources(_dataset(config, split), [file.display_name for file in files])
     token_set.report.ignored_files = ignored_files(config, split)
@@ -122,11 +126,16 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
 
 
 def cached(config: TrainConfig, split: Split) -> TokenSet | None:
-    """The tokenised documents of one split, if they are cached and the data is unchanged; of a mix, the first source.
+    """The tokenised documents of one split, if they are cached and the data is unchanged; otherwise None.
 
-    Otherwise None.
+    Of a mix, those of the first source; of a stream, those of a shard.
     """
     try:
+        if split == "train" and config.dataset_streaming:
+            from trainers.data.stream import Stream
+
+            stream = Stream(config)
+            return next(filter(None, map(stream.cached, range(len(stream.shards)))), None)
         mix = mix_of(config, split)
         config = config if mix is None else config_of(config, mix.sources[0])
         fingerprint = data_fingerprint(config, split)
@@ -172,15 +181,21 @@ def cache_dir(config: TrainConfig) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path, split: Split) -> Iterator[None]:
-    """Holds the lock of a cache folder, which only the holder may write to."""
+def locked(folder: Path, split: Split | None) -> Iterator[None]:
+    """Holds the lock of a cache folder, which only the holder may write to.
+
+    Args:
+        folder: the cache folder.
+        split: named in a line if another process holds the lock; None prints none.
+    """
     lock = FileLock(folder.with_name(folder.name + ".lock"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
-            say(f"{split} data: waiting for another process to prepare it")
+            if split is not None:
+                say(f"{split} data: waiting for another process to prepare it")
             lock.acquire()
     except OSError as error:
         reason = error.strerror or str(error)
@@ -196,7 +211,7 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
     shards = plan(files, config.sample_by, SHARD_BYTES, config.columns)
     selection = selection_of(config, split, sum(shard.rows for shard in shards))
     formats = formats_of(config, shards)
-    all_shards, shards = shards, _first_rows(shards, selection, _limit(config, split))
+    all_shards, shards = shards, first_rows(shards, selection, _limit(config, split))
     encoder = training_encoder(config)
     options = options_of(config, encoder, selection)
     report = Report(_dataset(config, split), split, sorted(set(formats.values())), len(files))
@@ -208,7 +223,7 @@ def _build(config: TrainConfig, split: Split, files: list[DataFile], folder: Pat
         try:
             tasks = _tasks(shards, files, formats, writer.temporary)
             _tokenise(tasks, encoder, options, config, writer, report)
-            _refuse_nothing(report, splits=config.objective_spec.loss_of != "documents")
+            refuse_nothing(report, splits=config.objective_spec.loss_of != "documents")
             writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
             writer.discard()
@@ -304,7 +319,7 @@ def _sniff(shard: FileShard, config: TrainConfig) -> str:
     raise unrecognised(*first, config.columns, formats)
 
 
-def _first_rows(shards: list[FileShard], selection: Selection, limit: int | None) -> list[FileShard]:
+def first_rows(shards: list[FileShard], selection: Selection, limit: int | None) -> list[FileShard]:
     """The shards that contain the first `limit` rows of the split."""
     if limit is None:
         return shards
@@ -351,7 +366,7 @@ def _tokenise(
     report: Report,
 ) -> None:
     """Runs the tasks in worker processes and appends their results in the order of the data."""
-    processes = max(1, min(len(tasks), config.dataset_num_proc or _cores()))
+    processes = max(1, min(len(tasks), config.dataset_num_proc or cores()))
     total = sum(shard.rows for task in tasks for shard, _, _ in task.shards)
     with Progress(f"tokenizing {report.split} data", total) as progress:
         model = config.model_name_or_path
@@ -361,12 +376,12 @@ def _tokenise(
                 report.merge(task_report)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _refuse_nothing(report: Report, splits: bool) -> None:
+def refuse_nothing(report: Report, splits: bool) -> None:
     """Raises `ConfigError` with the counts if no document is left.
 
     Args:

@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
+from trainers.data.joined import JoinedSet
 from trainers.data.layout import (
     FULL_SEQUENCE,
     UNSCALED,
@@ -67,8 +68,8 @@ class Rows:
         columns: `[documents]` float32 each, by name: the numeric columns of the example of each document.
         teacher: what a teacher predicts, if it was recorded.
 
-    `bounds` `[sources + 1]` is the first row of each source of a mix, and the end. `splits_loss` says whether
-    micro-batches tell which source a label is from. `reference`, once set, holds the log-probability `[documents]` of
+    `bounds` `[parts + 1]` is the first row of each part that is packed by itself, such as a source of a mix, and the
+    end. `splits_loss` says whether micro-batches tell which source a label is from. `reference`, once set, holds the log-probability `[documents]` of
     each document under the initial model.
     """
 
@@ -92,14 +93,15 @@ class Rows:
         parts = objective.documents
         count = len(documents.lengths) // parts
         self.mixed = documents if isinstance(documents, MixedSet) else None
+        apart = documents if isinstance(documents, JoinedSet) and documents.packs_apart else None
         if packing:
             lengths = documents.lengths if parts == 1 else documents.lengths.reshape(count, parts).sum(1)
-            bounds = (0, count) if self.mixed is None else tuple((self.mixed.bounds // parts).tolist())
+            bounds = (0, count) if apart is None else tuple((apart.bounds // parts).tolist())
             members, offsets, self.bounds = _pack_each(lengths, bounds, max_length)
             self.offsets = offsets * parts
         else:
             members, self.offsets = np.arange(count, dtype=np.int32), np.arange(count + 1) * parts
-            self.bounds = np.array([0, count]) if self.mixed is None else self.mixed.bounds // parts
+            self.bounds = np.array([0, count]) if apart is None else apart.bounds // parts
         self.members = members if parts == 1 else (members[:, None] * parts + np.arange(parts)).reshape(-1)
         self.lengths = self._sums(documents.lengths)
         self.trained = self._sums(documents.trained)

@@ -32,6 +32,7 @@ FREE = frozenset({
     "preset", "teacher", "teacher_log_probs", "model_revision", "trust_remote_code", "attn_implementation",
     "dataset_name", "mix", "dataset_config_name", "dataset_split", "chat_template",
     "eval_dataset_name", "eval_split", "max_eval_samples", "bad_rows", "dataset_num_proc", "cache_dir",
+    "streaming_cache",
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",
     "gradient_checkpointing", "selective_checkpointing", "activation_offloading", "torch_compile", "deterministic",
     "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "pp_size", "pp_schedule",

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
 from trainers.data.rows import Rows
+from trainers.data.stream import WindowSet, stream_lines
+from trainers.data.stream_plan import StreamPlan
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
 from trainers.data.vocabulary import refuse_other_vocabulary
@@ -106,7 +109,8 @@ def check(
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("trained_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
-    return [*lines, *model["lines"], *scaling_lines, *report_lines(train, evaluation), describe_plan(plan)]
+    about_data = [*report_lines(train, evaluation), *stream_lines(train)]
+    return [*lines, *model["lines"], *scaling_lines, *about_data, describe_plan(plan)]
 
 
 def plan_training(
@@ -127,6 +131,8 @@ def plan_training(
         ConfigError: if the global batch does not divide evenly, or is larger than the data.
     """
     try:
+        if isinstance(train, WindowSet):
+            return StreamPlan(train, partial(make_rows, config, shard=shard), config, data_parallel_size)
         return TrainPlan(make_rows(config, train, shard), config, data_parallel_size)
     except ConfigError as error:  # too few rows: dropped rows are the likely cause
         raise ConfigError([*train.report.dropped_note(), *error.mistakes]) from None
@@ -173,6 +179,8 @@ def describe_plan(plan: TrainPlan) -> str:
     kind = f"packed rows of {config.row_tokens}" if config.packing else "rows"
     tokens = int(rows.lengths.sum())
     fill = f" ({tokens / (len(rows) * config.row_tokens):.1%} full)" if config.packing else ""
+    if isinstance(plan, StreamPlan):
+        fill += f" in the first window, about {plan.steps_per_epoch:,} steps an epoch"
     return (
         f"{len(rows)} {kind}{fill}; {plan.total_steps} steps of {config.global_batch_size} rows = {plan.accumulation} "
         f"micro-batches x {config.per_device_train_batch_size} rows x {plan.world} ranks; "

@@ -1,0 +1,335 @@
+"""A stream: training data that is tokenised while the run goes, for data larger than the disk. Imports no torch.
+
+    files -> shards -> in a new order each epoch, windows of whole shards -> packed, shuffled within the window -> rows
+
+A window is a function of shards, seed, epoch and number alone, so any process can make it at any time. Each shard is
+tokenised into a cache folder of its own; the least recently used ones make room for others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.data.cache import CacheWriter, TokenSet, open_cache
+from trainers.data.files import DataFile, ignored_files, resolve
+from trainers.data.joined import JoinedSet
+from trainers.data.prepare import (
+    cache_dir,
+    cores,
+    data_fingerprint,
+    first_rows,
+    formats_of,
+    locked,
+    options_of,
+    refuse_bad,
+    refuse_nothing,
+)
+from trainers.data.progress import Progress
+from trainers.data.report import Report
+from trainers.data.sources import plan
+from trainers.data.template import Encoder, training_encoder
+from trainers.data.tokenise import Selection, TokenizeTask
+from trainers.data.workers import Pool
+from trainers.run.folder import read_json, write_json
+
+SHARD_BYTES = 1 << 20
+"""Least bytes of a shard, the unit in which the order of an epoch is shuffled."""
+_MIB = 1 << 20
+_PLAN = "shards.json"
+
+
+class Window(NamedTuple):
+    """Which window: its epoch, and its number in it, from 0."""
+
+    epoch: int
+    number: int
+
+
+class WindowSet(JoinedSet):
+    """The tokenised documents of a window, shard after shard.
+
+    Args:
+        stream: the stream.
+        window: which window.
+        parts: the documents of its shards.
+        report: of its shards.
+    """
+
+    def __init__(self, stream: Stream, window: Window, parts: Sequence[TokenSet], report: Report):
+        super().__init__(parts, stream.fingerprint, report)
+        self.stream, self.window = stream, window
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of all documents, which every machine must read alike."""
+        return hashlib.sha256(self.lengths.tobytes() + self.digests.tobytes()).hexdigest()
+
+
+class Stream:
+    """The shards of a data set, and the windows in which a run reads them.
+
+    Args:
+        config: data options, `seed`, `streaming_window` and `streaming_cache`.
+
+    Raises:
+        ConfigError: if the data or the model's tokenizer cannot be read, or the data cannot be streamed.
+    """
+
+    def __init__(self, config: TrainConfig):
+        self.config = config
+        self.files = resolve(config, "train")
+        for file in self.files:
+            _refuse_whole(file)
+        ingredients = [data_fingerprint(config, "train", self.files), SHARD_BYTES, config.streaming_window]
+        self.fingerprint = hashlib.sha256(f"stream {json.dumps(ingredients)}".encode()).hexdigest()
+        self.folder = cache_dir(config) / "streams" / self.fingerprint
+        self.limit = config.streaming_cache * _MIB
+        with locked(self.folder, "train"):
+            self.tasks, self.left_out = self._planned()
+        self.shards = [shard for ((shard, _, _),) in (task.shards for task in self.tasks)]
+        self.rows = sum(shard.rows for shard in self.shards)
+        self._windows: tuple[int, list[list[int]]] = (-1, [])
+        self._in_use: list[int] = []
+
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return training_encoder(self.config)
+
+    def _planned(self) -> tuple[list[TokenizeTask], int]:
+        """A task for each shard, and how many rows `max_train_samples` leaves out; all files are read once for it."""
+        known = read_json(self.folder / _PLAN)
+        if isinstance(known, dict):
+            tasks = [TokenizeTask.from_json(values) for values in known["tasks"]]
+            return [self._of_today(task) for task in tasks], known["left_out"]
+        shards = plan(self.files, self.config.sample_by, SHARD_BYTES, self.config.columns)
+        rows, formats = sum(shard.rows for shard in shards), formats_of(self.config, shards)
+        shards = first_rows(shards, Selection(), self.config.max_train_samples)
+        numbers = {file.path: number for number, file in enumerate(self.files)}
+        tasks = [TokenizeTask([(shard, numbers[shard.file.path], formats[shard.file.path])], "") for shard in shards]
+        left_out = rows - sum(shard.rows for shard in shards)
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(self.folder / _PLAN, {"tasks": [task.to_json() for task in tasks], "left_out": left_out})
+        return tasks, left_out
+
+    def _of_today(self, task: TokenizeTask) -> TokenizeTask:
+        """A planned task with the current path of its file: the plan identifies data by content."""
+        ((shard, number, name),) = task.shards
+        return TokenizeTask([(replace(shard, file=self.files[number]), number, name)], "")
+
+    def windows(self, epoch: int) -> list[list[int]]:
+        """The shards of each window of an epoch: at least `streaming_window` rows in each, if the data has as many."""
+        known, windows = self._windows
+        if known != epoch:
+            order = np.random.Generator(np.random.PCG64([self.config.seed, epoch])).permutation(len(self.shards))
+            windows, rows = [[]], 0
+            for number in order.tolist():
+                if rows >= self.config.streaming_window:
+                    windows.append([])
+                    rows = 0
+                windows[-1].append(number)
+                rows += self.shards[number].rows
+            if rows < self.config.streaming_window and len(windows) > 1:
+                last = windows.pop()
+                windows[-1] += last
+            self._windows = epoch, windows
+        return windows
+
+    def after(self, window: Window) -> Window:
+        """The window that follows."""
+        if window.number + 1 < len(self.windows(window.epoch)):
+            return Window(window.epoch, window.number + 1)
+        return Window(window.epoch + 1, 0)
+
+    def rows_before(self, window: Window) -> int:
+        """Rows of the data that earlier windows of the same epoch read."""
+        earlier = self.windows(window.epoch)[: window.number]
+        return sum(self.shards[shard].rows for shards in earlier for shard in shards)
+
+    def open(self, window: Window) -> WindowSet:
+        """The documents of a window; shards that are not cached are tokenised.
+
+        Raises:
+            ConfigError: as for `prepare`, about the rows of this window.
+        """
+        numbers = self.windows(window.epoch)[window.number]
+        parts = [self.cached(number) for number in numbers]
+        if any(part is None for part in parts):
+            with locked(self.folder, None):
+                parts = [self.cached(number) for number in numbers]
+                missing = [number for number, part in zip(numbers, parts, strict=True) if part is None]
+                self._tokenise(missing, keep={*numbers, *self._in_use}, shows=window == (0, 0))
+                parts = [self.cached(number) for number in numbers]
+        opened = [part for part in parts if part is not None]
+        if len(opened) < len(parts):
+            raise ConfigError(f"tokenized data in {self.folder} cannot be read back; check the disk, or set cache_dir")
+        self._in_use = numbers
+        window_set = WindowSet(self, window, opened, self._report(window, opened))
+        refuse_bad(window_set.report, self.config)
+        refuse_nothing(window_set.report, splits=True)
+        return window_set
+
+    def _report(self, window: Window, parts: Iterable[TokenSet]) -> Report:
+        name = f"{self.config.training_data} (window {window.number + 1} of {len(self.windows(window.epoch))})"
+        report = Report(name, "train", [], len(self.files), left_out=self.left_out)
+        for part in parts:
+            report.merge(part.report)
+            report.formats = sorted({*report.formats, *part.report.formats})
+        report.ignored_files = ignored_files(self.config, "train")
+        return report
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"{number:06d}"
+
+    def _fingerprint_of(self, number: int) -> str:
+        return f"{self.fingerprint}-{number}"
+
+    def cached(self, number: int) -> TokenSet | None:
+        """The documents of a shard, if they are cached; marks them as used."""
+        folder = self._path(number)
+        token_set = open_cache(folder, self._fingerprint_of(number))
+        if token_set is not None:
+            token_set.rename_sources(self.config.training_data, [self.shards[number].file.display_name])
+            with contextlib.suppress(OSError):  # another process made room
+                os.utime(folder)
+        return token_set
+
+    def _tokenise(self, numbers: list[int], keep: set[int], shows: bool) -> None:
+        """Tokenises shards into their folders, and removes others so that all fit into the limit.
+
+        Args:
+            numbers: the shards; the caller holds the lock.
+            keep: shards that are not removed.
+            shows: whether to show the progress.
+        """
+        if not numbers:
+            return
+        options = options_of(self.config, self._encoder, Selection())
+        processes = max(1, min(len(numbers), self.config.dataset_num_proc or cores()))
+        name, room = self.config.model_name_or_path, _Room(self.folder, self.limit)
+        total = sum(self.shards[number].rows for number in numbers)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            for leftover in self.folder.glob("tmp-*"):  # of a killed run: the caller holds the lock
+                shutil.rmtree(leftover, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix="tmp-", dir=self.folder) as scratch:
+                folder = Path(scratch)
+                tasks = [
+                    TokenizeTask([(self.shards[number], 0, self.tasks[number].shards[0][2])], f"{folder}/{number}")
+                    for number in numbers
+                ]
+                shown = Progress("tokenizing the first window", total) if shows else nullcontext()
+                with Pool(processes, folder, self._encoder, options, name) as pool, shown as progress:
+                    done = pool.run(tasks, progress.add if progress else lambda _: None)
+                    for number, (task, report) in zip(numbers, done, strict=True):
+                        self._publish(number, task, report)
+                        room.make(self._path(number), {self._path(shard) for shard in keep})
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(
+                f"cannot write tokenized data to {self.folder}: {reason}; free space there, or set cache_dir"
+            ) from None
+        if room.missing:
+            problem = (
+                f"MiB do not hold two windows of streaming_window={self.config.streaming_window:,} rows "
+                f"({room.used / _MIB:,.0f} MiB)"
+            )
+            remedy = f"use {-(-room.used // _MIB) + 1} or more, or a smaller streaming_window"
+            raise ConfigError.about("streaming_cache", self.config.streaming_cache, problem, remedy)
+
+    def _publish(self, number: int, task: TokenizeTask, report: Report) -> None:
+        """Makes a cache folder of the part files of a shard."""
+        writer = CacheWriter(self._path(number))
+        try:
+            writer.append(task)
+            report.formats = [task.shards[0][2]]
+            writer.publish(self._fingerprint_of(number), report, [self.shards[number].file.display_name])
+        finally:
+            writer.discard()
+
+
+class _Room:
+    """The space that all streams of a cache folder take, and which of their shards were used least recently.
+
+    Args:
+        folder: the stream's folder.
+        limit: bytes.
+    """
+
+    def __init__(self, folder: Path, limit: int):
+        self.limit, self.missing = limit, False
+        shards = [path for path in folder.parent.glob("*/[0-9]*") if path.suffix == "" and path.is_dir()]
+        self._sizes = {path: _bytes_of(path) for path in sorted(shards, key=_used_at)}
+
+    @property
+    def used(self) -> int:
+        """Bytes of all shards."""
+        return sum(self._sizes.values())
+
+    def make(self, added: Path, keep: set[Path]) -> None:
+        """Counts a new shard, and removes others until all fit; those to keep never are."""
+        self._sizes[added] = _bytes_of(added)
+        for path in list(self._sizes):
+            if self.used <= self.limit:
+                return
+            if path not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+                del self._sizes[path]
+        self.missing = self.missing or self.used > self.limit
+
+
+def _used_at(folder: Path) -> float:
+    try:
+        return folder.stat().st_mtime
+    except OSError:  # another process removed it
+        return 0.0
+
+
+def _bytes_of(folder: Path) -> int:
+    """Bytes of the files in a folder, of which another process may remove some."""
+    try:
+        with os.scandir(folder) as entries:
+            return sum(entry.stat().st_size for entry in entries)
+    except OSError:
+        return 0
+
+
+def _refuse_whole(file: DataFile) -> None:
+    """Raises ConfigError for data that is held whole before its first row is read."""
+    wholes: dict[str, str] = {
+        "hub": "is a Hub data set, which is downloaded whole; pass the folder of its Parquet files",
+        "json": "is a list, which is held in memory whole; write one object per line (.jsonl)",
+    }
+    if file.kind in wholes:
+        raise ConfigError(f"dataset_streaming: {file.display_name} {wholes[file.kind]}, or leave out dataset_streaming")
+
+
+def stream_lines(documents: Any) -> list[str]:
+    """The lines that a run prints about a stream; none for other data."""
+    if not isinstance(documents, WindowSet):
+        return []
+    stream, config = documents.stream, documents.stream.config
+    windows = len(stream.windows(0))
+    size = sum(file.size for file in stream.files) / _MIB
+    return [
+        f"streaming {size:,.0f} MiB: {stream.rows:,} rows in {len(stream.shards):,} shards, read in a new order each "
+        f"epoch; rows are shuffled within {windows:,} window{'s'[: windows != 1]} of {config.streaming_window:,} rows "
+        f"or a little more, which are tokenized ahead and take at most {config.streaming_cache:,} MiB on disk",
+        "streaming does not promise: the steps of an epoch before it is read (max_steps decides), a shuffle of all "
+        "rows, and a check of rows, repeated documents and leaks to the evaluation data beyond the first window "
+        "before the start; a bad row saves and ends the run when its window comes (bad_rows=skip leaves it out)",
+    ]
