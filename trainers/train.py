@@ -282,7 +282,8 @@ def train(
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
         print(*notes, *report_lines(data, eval_data), *stream_lines(data), *choice_lines(config),
-              *pipeline_lines(config, strategy), *warnings(config, strategy, launch.supervised), sep="\n", flush=True)  # fmt: skip
+              *pipeline_lines(config, strategy), *warnings(config, strategy, launch.supervised),
+              sep="\n", flush=True)  # fmt: skip
     refuse_differences(lines, ranks)
     CLOCK.ended("wrap")
 

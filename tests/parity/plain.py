@@ -20,8 +20,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, set_seed
 
 from trainers.config.options import TrainConfig
-from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
+from trainers.data.rows import Rows
 from trainers.embedded import BASE_DIR
 from trainers.tools.preflight import plan_training
 
@@ -66,13 +66,13 @@ def rate(config: TrainConfig, step: int, total: int) -> float:
     return config.learning_rate * 0.5 * (1 + math.cos(math.pi * step / total))
 
 
-Rows = Callable[[np.ndarray], np.ndarray]
+Keep = Callable[[np.ndarray], np.ndarray]
 
 
 def train(
     config: TrainConfig,
     mean_of_means: bool = False,
-    keep: Rows = lambda rows: rows,
+    keep: Keep = lambda rows: rows,
     forget_optimizer: bool = False,
     build: Callable[[TrainConfig], nn.Module] = build,
     adamw: Callable[[nn.Module, TrainConfig], torch.optim.Optimizer] = adamw,
@@ -94,9 +94,10 @@ def train(
     for step in range(plan.total_steps):
         if forget_optimizer and step == plan.total_steps // 2:
             optimizer.state.clear()
-        rows = keep(plan.rows_of(step))
-        batch_sums = [document_losses(model, plan, micro) for micro in np.split(rows, range(2, len(rows), 2))]
-        counts = [int(plan.rows.trained[micro].sum()) for micro in np.split(rows, range(2, len(rows), 2))]
+        data, rows = plan.chosen(step)
+        rows = keep(rows)
+        batch_sums = [document_losses(model, data, micro) for micro in np.split(rows, range(2, len(rows), 2))]
+        counts = [int(data.trained[micro].sum()) for micro in np.split(rows, range(2, len(rows), 2))]
         if mean_of_means:
             loss = sum(total / count for total, count in zip(batch_sums, counts, strict=True)) / len(counts)
         else:
@@ -112,12 +113,12 @@ def train(
     return curve
 
 
-def document_losses(model: nn.Module, plan: TrainPlan, rows: np.ndarray) -> torch.Tensor:
-    """Summed loss of the trained tokens of some rows, each document alone."""
+def document_losses(model: nn.Module, data: Rows, rows: np.ndarray) -> torch.Tensor:
+    """Summed loss of the trained tokens of some rows of the data, each document alone."""
     total = torch.zeros(())
     for row in rows:
-        for member in plan.rows.members[plan.rows.offsets[row] : plan.rows.offsets[row + 1]]:
-            tokens, mask = plan.rows.documents.document(int(member))
+        for member in data.members[data.offsets[row] : data.offsets[row + 1]]:
+            tokens, mask = data.documents.document(int(member))
             ids = torch.from_numpy(np.array(tokens, dtype=np.int64))[None]
             wanted = torch.from_numpy(np.array(mask))[1:]
             logits = model(input_ids=ids).logits[0, :-1]

@@ -87,7 +87,7 @@ def mean_losses(plan: TrainPlan, rows: np.ndarray) -> dict[str, float]:
     sources = np.searchsorted(plan.rows.bounds, rows, side="right") - 1
     with torch.no_grad():
         return {
-            name: plain.document_losses(model, plan, of_source).item() / int(plan.rows.trained[of_source].sum())
+            name: plain.document_losses(model, plan.rows, of_source).item() / int(plan.rows.trained[of_source].sum())
             for source, name in enumerate(NAMES)
             if len(of_source := rows[sources == source])
         }

@@ -93,13 +93,13 @@ class TrainPlan:
         epoch, index = divmod(step, self.steps_per_epoch)
         return self._order_of(epoch)[index * size : (index + 1) * size]
 
-    def _chosen(self, step: int) -> tuple[Rows, np.ndarray]:
+    def chosen(self, step: int) -> tuple[Rows, np.ndarray]:
         """The rows of the data, and the numbers of those in the global batch of `step`."""
         return self.rows, self.rows_of(step)
 
     def shares(self, step: int, rank: int) -> list[np.ndarray]:
         """Row numbers of each micro-batch of `rank` in the global batch of `step`; some may be empty."""
-        return self._shares(self._chosen(step)[1], rank)
+        return self._shares(self.chosen(step)[1], rank)
 
     def _shares(self, chosen: np.ndarray, rank: int) -> list[np.ndarray]:
         """Row numbers of each micro-batch of `rank`, of a global batch; some may be empty."""
@@ -110,7 +110,7 @@ class TrainPlan:
 
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
-        rows, chosen = self._chosen(step)
+        rows, chosen = self.chosen(step)
         micro_batches = rows.collate_each(self._shares(chosen, rank), rows.scales(chosen))
         mismatched = list[MicroBatch]()
         trained, tokens, squared = (
@@ -126,7 +126,7 @@ class TrainPlan:
 
     def locations(self, step: int, rank: int | None = None) -> list[str]:
         """File and line of each example in the global batch of `step`, or in the share of `rank`."""
-        rows, chosen = self._chosen(step)
+        rows, chosen = self.chosen(step)
         shares = [chosen] if rank is None else self._shares(chosen, rank)
         return [location for share in shares for location in rows.locations(share)]
 

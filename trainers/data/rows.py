@@ -69,8 +69,8 @@ class Rows:
         teacher: what a teacher predicts, if it was recorded.
 
     `bounds` `[parts + 1]` is the first row of each part that is packed by itself, such as a source of a mix, and the
-    end. `splits_loss` says whether micro-batches tell which source a label is from. `reference`, once set, holds the log-probability `[documents]` of
-    each document under the initial model.
+    end. `splits_loss` says whether micro-batches tell which source a label is from. `reference`, once set,
+    holds the log-probability `[documents]` of each document under the initial model.
     """
 
     def __init__(

@@ -95,9 +95,9 @@ class Stream:
         self.files = resolve(config, "train")
         for file in self.files:
             _refuse_whole(file)
-        ingredients = [data_fingerprint(config, "train", self.files), SHARD_BYTES, config.streaming_window]
-        self.fingerprint = hashlib.sha256(f"stream {json.dumps(ingredients)}".encode()).hexdigest()
-        self.folder = cache_dir(config) / "streams" / self.fingerprint
+        self._of_shards = _sha256([data_fingerprint(config, "train", self.files), SHARD_BYTES])
+        self.fingerprint = _sha256([self._of_shards, config.streaming_window])
+        self.folder = cache_dir(config) / "streams" / self._of_shards
         self.limit = config.streaming_cache * _MIB
         with locked(self.folder, "train"):
             self.tasks, self.left_out = self._planned()
@@ -196,7 +196,7 @@ class Stream:
         return self.folder / f"{number:06d}"
 
     def _fingerprint_of(self, number: int) -> str:
-        return f"{self.fingerprint}-{number}"
+        return f"{self._of_shards}-{number}"
 
     def cached(self, number: int) -> TokenSet | None:
         """The documents of a shard, if they are cached; marks them as used."""
@@ -290,6 +290,10 @@ class _Room:
                 shutil.rmtree(path, ignore_errors=True)
                 del self._sizes[path]
         self.missing = self.missing or self.used > self.limit
+
+
+def _sha256(values: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(["stream", *values]).encode()).hexdigest()
 
 
 def _used_at(folder: Path) -> float:

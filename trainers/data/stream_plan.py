@@ -113,7 +113,7 @@ class StreamPlan(TrainPlan):
             window = self.stream.after(window)
         return window
 
-    def _chosen(self, step: int) -> tuple[Rows, np.ndarray]:
+    def chosen(self, step: int) -> tuple[Rows, np.ndarray]:
         """The rows of a window, or of two, and the numbers of those in the global batch of `step`."""
         size = self.config.global_batch_size
         window = self._at(step * size)
@@ -128,7 +128,7 @@ class StreamPlan(TrainPlan):
 
     def rows_of(self, step: int) -> np.ndarray:
         """Row numbers of the global batch of `step` in its window, or in it and the following one together."""
-        return self._chosen(step)[1]
+        return self.chosen(step)[1]
 
     def epochs(self, step: int) -> float:
         """The epochs of the first `step` steps, by the rows of the data that were read."""
