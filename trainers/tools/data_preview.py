@@ -41,6 +41,7 @@ from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.rows import Rows
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
+from trainers.data.stream import stream_lines
 from trainers.data.template import training_encoder
 from trainers.data.tokenise import Selection, encode_rows, example_of
 from trainers.data.tokenizer import read_chat_template
@@ -276,7 +277,7 @@ class Preview:
             mistakes += [*report.dropped_note(), *error.lines]
         return {
             **report.to_json(),
-            "notes": [*report.notes(), *leaks],
+            "notes": [*report.notes(), *stream_lines(data), *leaks],
             "bad": report.bad,
             "eval_left_out": max(0, report.held_out - (self.config.max_eval_samples or report.held_out)),
             "trained_share": _share(report.trained_tokens, report.tokens),
