@@ -40,7 +40,6 @@ from trainers.config.options import TrainConfig, choice_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
 from trainers.data.stream import stream_lines
-from trainers.data.stream_plan import StreamPlan
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending, Retry
@@ -265,8 +264,7 @@ def train(
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
     loss = build.module(config, main_rank, [data, eval_data])
-    if isinstance(plan, StreamPlan):
-        plan.check = build.document_check(config, loss)
+    plan.check = build.document_check(config, loss)
     base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)

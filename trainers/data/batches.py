@@ -7,7 +7,7 @@ for data that is read as the run goes.
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -67,6 +67,8 @@ class TrainPlan:
         self.steps_per_epoch = math.ceil(available / size) if repeats else available // size
         self.total_steps = config.max_steps or math.ceil(config.num_train_epochs * self.steps_per_epoch)
         self._order = (-1, np.empty(0, dtype=np.int64))
+        self.check: Callable[..., None] = lambda documents: None
+        """Called with each further window of a stream; raises `ConfigError` if the model cannot be trained on it."""
 
     def _smaller(self, rows: int) -> str:
         """Suggests batch sizes that divide evenly and fit this many rows."""

@@ -64,8 +64,6 @@ class StreamPlan(TrainPlan):
         _refuse_small(config, first.window, rows)
         super().__init__(rows, config, data_parallel_size)
         self.stream, self._make_rows = first.stream, make_rows
-        self.check: Callable[[TokenSet], None] = lambda documents: None
-        """Called with each further window; raises `ConfigError` if the model cannot be trained on it."""
         self.steps_per_epoch = max(round(self.steps_per_epoch * self.stream.rows / max(first.report.rows, 1)), 1)
         self.report = Report()
         """Of the windows whose rows were compared so far."""

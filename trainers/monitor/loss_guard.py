@@ -69,8 +69,8 @@ def origin(plan: TrainPlan, step: int, finite: list[tuple[int, bool]]) -> str:
     whose = f"rank {wrong[0]}" if len(wrong) == 1 else f"ranks {', '.join(map(str, wrong))}"
     shares = sorted({finite[rank][0] for rank in wrong})  # ranks that split layers or rows share a data rank
     # Sampled answers are packed anew over the ranks: any of the step's prompts may be theirs.
-    of_all = plan.config.objective_spec.samples
-    places = plan.locations(step) if of_all else [place for share in shares for place in plan.locations(step, share)]
+    of_shares = [None] if plan.config.objective_spec.samples else shares
+    places = [row for share in of_shares for row in plan.locations(step, share)]
     more = f" and {len(places) - 6} more" if len(places) > 6 else ""
     return f"{whose}, in the batch from {', '.join(places[:6])}{more}"
 
