@@ -1,4 +1,4 @@
-"""A Hub on loopback: serves model folders as huggingface.co does, with ranges, and counts what it sends."""
+"""A Hub on loopback: serves folders of models and data as huggingface.co does, with ranges, and counts what it sends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import sleep
+from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 from huggingface_hub import constants
@@ -49,14 +51,15 @@ class FakeHub:
         self.url = ""
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
-        """Answers a GET or HEAD."""
+        """Answers a GET, HEAD or POST."""
         sleep(self.delay)
         path = handler.path.partition("?")[0]
         refusal = next((refusal for part, refusal in self.refusals.items() if part in path), None)
-        info = re.fullmatch(r"/api/models/owner/([\w.-]+)(?:/revision/([\w.-]+))?", path)
-        tree = re.fullmatch(r"/api/models/owner/([\w.-]+)/tree/([\w.-]+)", path)
-        file = re.fullmatch(r"/owner/([\w.-]+)/resolve/([\w.-]+)/(.+)", path)
-        matched = info or tree or file
+        info = re.fullmatch(r"/api/(?:models|datasets)/owner/([\w.-]+)(?:/revision/([\w.-]+))?", path)
+        tree = re.fullmatch(r"/api/(?:models|datasets)/owner/([\w.-]+)/tree/([\w.-]+)(?:/(.+))?", path)
+        paths = re.fullmatch(r"/api/(?:models|datasets)/owner/([\w.-]+)/paths-info/([\w.-]+)", path)
+        file = re.fullmatch(r"(?:/datasets)?/owner/([\w.-]+)/resolve/([\w.-]+)/(.+)", path)
+        matched = info or tree or paths or file
         name, revision = matched.groups()[:2] if matched else (None, None)
         if refusal is None and not (name and (self.folder / name).is_dir()):
             refusal = NOT_FOUND
@@ -68,8 +71,14 @@ class FakeHub:
             self._send(handler, refusal[0], json.dumps({"error": refusal[2]}).encode(),
                        {"X-Error-Code": refusal[1], "X-Error-Message": refusal[2]})  # fmt: skip
         elif tree:
-            entries = [{"type": "file", "oid": "0" * 40, "path": one.name,
-                        "size": one.stat().st_size} for one in sorted((self.folder / tree[1]).iterdir())]  # fmt: skip
+            root = self.folder / name
+            entries = [self._entry(root, path) for path in sorted((root / (tree[3] or "")).iterdir())]
+            self._send(handler, 200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
+        elif paths:
+            size = int(handler.headers.get("Content-Length") or 0)
+            wanted = parse_qs(handler.rfile.read(size).decode())["paths"]
+            root = self.folder / name
+            entries = [self._entry(root, root / path) for path in wanted if (root / path).exists()]
             self._send(handler, 200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
         elif info:
             names = [{"rfilename": one.name} for one in sorted((self.folder / name).iterdir())]
@@ -77,6 +86,11 @@ class FakeHub:
             self._send(handler, 200, json.dumps(about).encode(), {"Content-Type": "application/json"})
         elif file:
             self._file(handler, self.folder / name / file[3])
+
+    def _entry(self, root: Path, path: Path) -> dict[str, Any]:
+        """What the Hub tells of a file or folder in a repository."""
+        kind, size = ("file", path.stat().st_size) if path.is_file() else ("directory", 0)
+        return {"type": kind, "oid": f"{size:040x}", "path": str(path.relative_to(root)), "size": size}
 
     def _file(self, handler: BaseHTTPRequestHandler, path: Path) -> None:
         content, status, headers = path.read_bytes(), 200, {"Accept-Ranges": "bytes", "X-Repo-Commit": COMMIT}
@@ -95,7 +109,7 @@ class FakeHub:
         for key, value in {**headers, "Content-Length": str(len(content))}.items():
             handler.send_header(key, value)
         handler.end_headers()
-        if handler.command == "GET":
+        if handler.command != "HEAD":
             handler.wfile.write(content)
 
 
@@ -125,7 +139,7 @@ def serve_hub(folder: Path) -> Iterator[FakeHub]:
         def do_GET(self) -> None:
             hub.answer(self)
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

@@ -44,6 +44,7 @@ class DataFile:
         size: Bytes; rows for a Hub data set.
         config_name: Configuration of a Hub data set.
         split: Split of a Hub data set.
+        version: Of a file at a URL, as its server tells it.
     """
 
     path: str
@@ -53,6 +54,7 @@ class DataFile:
     size: int
     config_name: str | None = None
     split: str = ""
+    version: str = ""
 
 
 def resolve(config: TrainConfig, split: str) -> list[DataFile]:
@@ -87,7 +89,7 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
         return _folder(path, option, part, split_option)
     if any(letter in name for letter in "*?["):
         return _glob(str(path), option, part, split_option)
-    if _looks_like_hub_id(name):
+    if looks_like_hub_id(name):
         return [_hub_file(name, config.dataset_config_name, part, option)], []
     _missing(name, path, option)
 
@@ -104,6 +106,8 @@ def identity(files: list[DataFile]) -> list[list[str]]:
 
 
 def _identity(file: DataFile, hashed: bool) -> list[str]:
+    if file.version:
+        return [file.name, str(file.size), file.version]
     if file.kind == "hub":
         rows = hub_rows(file.path, file.config_name, file.split)
         return [file.path, str(file.config_name), file.split, rows._fingerprint]
@@ -181,7 +185,7 @@ def _glob(pattern: str, option: str, split: str, split_option: str) -> tuple[lis
     return [_file(by_name[name], str(by_name[name]), name, option) for name in names], others
 
 
-def _looks_like_hub_id(name: str) -> bool:
+def looks_like_hub_id(name: str) -> bool:
     """`org/name` or `name`, unless it looks like a mistyped path."""
     if not _HUB_ID.match(name) or Path(name).suffix.lower() in KINDS:
         return False
@@ -201,12 +205,12 @@ def _hub_file(name: str, config_name: str | None, split: str, option: str) -> Da
     try:
         rows = len(hub_rows(name, config_name, split))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ConfigError(_hub_mistake(name, config_name, split, option, error)) from None
+        raise ConfigError(hub_mistake(name, config_name, split, option, error)) from None
     display_name = f"{name}[{split}]"
     return DataFile(name, display_name, name, "hub", rows, config_name, split)
 
 
-def _hub_mistake(name: str, config_name: str | None, split: str, option: str, error: Exception) -> str:
+def hub_mistake(name: str, config_name: str | None, split: str, option: str, error: Exception) -> str:
     kind, message = type(error).__name__, str(error).partition("\n")[0][:300]
     if "gated" in message.lower():
         return f"{option}={name} is gated; accept its terms on the Hub, then set HF_TOKEN or run `hf auth login`"

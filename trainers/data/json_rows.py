@@ -12,6 +12,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import FORMAT_COLUMNS
 from trainers.config.strict_json import STRICT, DuplicateKey
 from trainers.data.files import DataFile
+from trainers.data.remote import open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, changed, content_end, lines, too_large
 
 JSON_BYTES = 512 << 20
@@ -24,7 +25,7 @@ _LENIENT = json.JSONDecoder()  # finds the end of a value even if it has duplica
 
 def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a JSONL file: as `group` over its lines would, but newlines are counted a block at a time."""
-    with open(file.path, "rb") as stream:
+    with open_file(file) as stream:
         end = content_end(stream, file.size)
         start, line = 0, 1
         while start < end:
@@ -44,7 +45,7 @@ def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
 
 def read_lines(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a JSONL shard."""
-    with open(shard.file.path, "rb") as stream:
+    with open_file(shard.file) as stream:
         for _, line, content in lines(stream, shard.start, shard.end, shard.line):
             yield line, too_large() if content is None else parse_object(content)
 
@@ -90,7 +91,7 @@ def shard_list(file: DataFile, shard_bytes: int, columns: Mapping[str, str]) -> 
             f"{file.display_name} is not one object per line and has {file.size:,} bytes, more than can be read at "
             f"once ({JSON_BYTES:,}); save it as JSONL, one object per line"
         )
-    with open(file.path, "rb") as stream:
+    with open_file(file) as stream:
         content = stream.read()
     try:
         text = content.decode("utf-8")
@@ -146,7 +147,7 @@ def _next_row(text: str, position: int, in_list: bool) -> tuple[int, bool, bool]
 
 def _holds_json_lines(file: DataFile) -> bool:
     """Whether a `.json` file is really JSONL: its first line is an object and another line follows."""
-    with open(file.path, "rb") as stream:
+    with open_file(file) as stream:
         records = lines(stream, 0, content_end(stream, file.size), 1)
         first, second = next(records, None), next(records, None)
     if not (first and second and first[2]):
@@ -213,7 +214,7 @@ def _rows_key(value: dict[str, Any], columns: Mapping[str, str]) -> str | None:
 
 def read_list(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a shard of a `.json` file."""
-    with open(shard.file.path, "rb") as stream:
+    with open_file(shard.file) as stream:
         stream.seek(shard.start)
         content = stream.read(shard.end - shard.start)
     try:

@@ -26,7 +26,7 @@ import numpy as np
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.cache import CacheWriter, TokenSet, open_cache
-from trainers.data.files import DataFile, ignored_files, resolve
+from trainers.data.files import DataFile, ignored_files
 from trainers.data.joined import JoinedSet
 from trainers.data.prepare import (
     cache_dir,
@@ -40,6 +40,7 @@ from trainers.data.prepare import (
     refuse_nothing,
 )
 from trainers.data.progress import Progress
+from trainers.data.remote import files_in_place
 from trainers.data.report import Report
 from trainers.data.sources import plan
 from trainers.data.template import Encoder, training_encoder
@@ -92,15 +93,14 @@ class Stream:
 
     def __init__(self, config: TrainConfig):
         self.config = config
-        self.files = resolve(config, "train")
+        self.files = files_in_place(config)
         for file in self.files:
             _refuse_whole(file)
         self._of_shards = _sha256([data_fingerprint(config, "train", self.files), SHARD_BYTES])
         self.fingerprint = _sha256([self._of_shards, config.streaming_window])
         self.folder = cache_dir(config) / "streams" / self._of_shards
         self.limit = config.streaming_cache * _MIB
-        with locked(self.folder, "train"):
-            self.tasks, self.left_out = self._planned()
+        self.tasks, self.left_out = self._known_plan() or self._planned()
         self.shards = [shard for ((shard, _, _),) in (task.shards for task in self.tasks)]
         self.rows = sum(shard.rows for shard in self.shards)
         self._windows: tuple[int, list[list[int]]] = (-1, [])
@@ -110,12 +110,21 @@ class Stream:
     def _encoder(self) -> Encoder:
         return training_encoder(self.config)
 
+    def _known_plan(self) -> tuple[list[TokenizeTask], int] | None:
+        """What `_planned` found before."""
+        known = read_json(self.folder / _PLAN)
+        if not isinstance(known, dict):
+            return None
+        return [self._of_today(TokenizeTask.from_json(values)) for values in known["tasks"]], known["left_out"]
+
     def _planned(self) -> tuple[list[TokenizeTask], int]:
         """A task for each shard, and how many rows `max_train_samples` leaves out; all files are read once for it."""
-        known = read_json(self.folder / _PLAN)
-        if isinstance(known, dict):
-            tasks = [TokenizeTask.from_json(values) for values in known["tasks"]]
-            return [self._of_today(task) for task in tasks], known["left_out"]
+        with locked(self.folder, "train"):
+            if known := self._known_plan():
+                return known
+            return self._plan()
+
+    def _plan(self) -> tuple[list[TokenizeTask], int]:
         shards = plan(self.files, self.config.sample_by, SHARD_BYTES, self.config.columns)
         rows, formats = sum(shard.rows for shard in shards), formats_of(self.config, shards)
         shards = first_rows(shards, Selection(), self.config.max_train_samples)
@@ -189,7 +198,8 @@ class Stream:
         for part in parts:
             report.merge(part.report)
             report.formats = sorted({*report.formats, *part.report.formats})
-        report.ignored_files = ignored_files(self.config, "train")
+        if not self.files[0].version:
+            report.ignored_files = ignored_files(self.config, "train")
         return report
 
     def _path(self, number: int) -> Path:
@@ -315,7 +325,6 @@ def _bytes_of(folder: Path) -> int:
 def _refuse_whole(file: DataFile) -> None:
     """Raises ConfigError for data that is held whole before its first row is read."""
     wholes: dict[str, str] = {
-        "hub": "is a Hub data set, which is downloaded whole; pass the folder of its Parquet files",
         "json": "is a list, which is held in memory whole; write one object per line (.jsonl)",
     }
     if file.kind in wholes:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile, hub_rows
+from trainers.data.remote import open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, group, lines, too_large
 
 HUB_ROWS = 10_000  # rows of a Hub data set per shard
@@ -122,7 +123,7 @@ def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
 
 def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a CSV or TSV file, which is parsed to find row boundaries, as a quoted field may contain newlines."""
-    with open(file.path, "rb") as stream:
+    with open_file(file) as stream:
         end = content_end(stream, file.size, b"\r\n")
         delimiter = _delimiter(stream, end, file.kind)
         records = _csv_records(stream, 0, end, 1, delimiter)
@@ -145,7 +146,7 @@ def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
 
 def read_csv(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a CSV or TSV shard."""
-    with open(shard.file.path, "rb") as stream:
+    with open_file(shard.file) as stream:
         columns = len(shard.header)
         records = _csv_records(stream, shard.start, shard.end, shard.line, shard.delimiter, columns)
         for _, line, fields in records:
@@ -183,13 +184,13 @@ def shard_hub(file: DataFile) -> Iterator[FileShard]:
 
 def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a Parquet file: row groups joined up to `shard_bytes`."""
-    import pyarrow.parquet as pq
 
     names = column_names(file)
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{file.display_name}: the column {repeated[0]!r} appears twice; keep one of them")
     counts, size = [], shard_bytes
-    metadata = pq.ParquetFile(file.path).metadata
+    with _parquet(file) as parquet:
+        metadata = parquet.metadata
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         if size >= shard_bytes:
@@ -200,13 +201,21 @@ def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     return _row_shards(file, counts)
 
 
+def _parquet(file: DataFile) -> Any:
+    """An open Parquet file; a remote one is read by the ranges that are needed."""
+    import pyarrow.parquet as pq
+
+    if file.version:
+        return pq.ParquetFile(open_file(file), pre_buffer=True)
+    return pq.ParquetFile(file.path, memory_map=True, pre_buffer=False)
+
+
 def column_names(file: DataFile) -> list[str]:
     """The columns of a Parquet file or of a Hub data set."""
     if file.kind == "hub":
         return list(hub_rows(file.path, file.config_name, file.split).column_names)
-    import pyarrow.parquet as pq
 
-    with pq.ParquetFile(file.path) as parquet:
+    with _parquet(file) as parquet:
         return list(parquet.schema_arrow.names)
 
 
@@ -229,9 +238,8 @@ def _stripped(value: Any) -> Any:
 
 def read_parquet(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a Parquet shard, a few megabytes at a time."""
-    import pyarrow.parquet as pq
 
-    with pq.ParquetFile(shard.file.path, memory_map=True, pre_buffer=False) as parquet:
+    with _parquet(shard.file) as parquet:
         columns = columns_to_read(parquet.schema_arrow.names, wanted) or None
         # Find the row groups of the shard, and the bytes per row of the heaviest, to limit a batch to about 4 MiB.
         groups, row, weight = [], 0, 0

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from trainers.data.files import DataFile
+from trainers.data.remote import open_file
 from trainers.data.shards import BOM, ROW_BYTES, BadRow, FileShard, Item, Record, content_end, group, lines, too_large
 
 
@@ -39,7 +40,7 @@ def _paragraphs(records: Iterable[Record]) -> Iterator[Record]:
 
 def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a text file, split between documents."""
-    with open(file.path, "rb") as stream:
+    with open_file(file) as stream:
         end = content_end(stream, file.size)
         if end:
             stream.seek(0)
@@ -48,7 +49,7 @@ def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Fil
 
 def read_text(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The documents of a text shard, each as a row with `text`."""
-    with open(shard.file.path, "rb") as stream:
+    with open_file(shard.file) as stream:
         for _, line, content in _text_records(stream, shard.start, shard.end, shard.line, sample_by):
             yield line, too_large() if content is None else _text_row(content)
 
