@@ -1,4 +1,4 @@
-"""A Hub on loopback: serves folders of models and data as huggingface.co does, with ranges, and counts what it sends."""
+"""A Hub on loopback: serves folders of models and data as huggingface.co does, by ranges, counting what it sends."""
 
 from __future__ import annotations
 

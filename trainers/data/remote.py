@@ -102,22 +102,22 @@ def _kind(path: str, shown: str, option: str) -> str:
 
 def _unreachable(option: str, shown: str, error: Exception) -> ConfigError:
     if isinstance(error, FileNotFoundError):
-        return ConfigError(f"{option}={shown} does not exist; check the URL")
+        return ConfigError(f"{option}={shown} does not exist, or its server is out of reach; check the URL")
     reason = without_secrets(str(error).partition("\n")[0][:200] or type(error).__name__)
     return ConfigError(f"{option}={shown} cannot be read: {reason}; check the URL, and credentials in the environment")
 
 
 def open_file(file: DataFile) -> BinaryIO:
-    """A data file for reading, wherever it lies.
+    """A data file for reading from start to end, wherever it lies.
 
     Raises:
         OSError: if it cannot be read.
     """
-    return io.BufferedReader(_Remote(file), _BLOCK) if "://" in file.path else open(file.path, "rb")
+    return io.BufferedReader(RemoteFile(file), _BLOCK) if "://" in file.path else open(file.path, "rb")
 
 
-class _Remote(io.RawIOBase):
-    """A remote file; a request that fails is sent again a few times.
+class RemoteFile(io.RawIOBase):
+    """A file at a URL, which fetches exactly the ranges that are read; a request that fails is sent a few times more.
 
     Args:
         file: its `path` is a URL.

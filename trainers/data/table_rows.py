@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.files import DataFile, hub_rows
-from trainers.data.remote import open_file
+from trainers.data.remote import RemoteFile, open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, group, lines, too_large
 
 HUB_ROWS = 10_000  # rows of a Hub data set per shard
@@ -206,7 +206,7 @@ def _parquet(file: DataFile) -> Any:
     import pyarrow.parquet as pq
 
     if file.version:
-        return pq.ParquetFile(open_file(file), pre_buffer=True)
+        return pq.ParquetFile(RemoteFile(file), pre_buffer=True)
     return pq.ParquetFile(file.path, memory_map=True, pre_buffer=False)
 
 
