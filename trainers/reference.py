@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainers.data.prepare import cache_dir
+from trainers.data.fill_cache import cache_dir
 from trainers.data.rows import Rows
 from trainers.evaluation import reference_log_probs
 from trainers.monitor.heartbeat import LONG_LIMIT

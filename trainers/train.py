@@ -39,7 +39,6 @@ from trainers.config.objective_file import read_file, split_objective
 from trainers.config.options import TrainConfig, choice_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
-from trainers.data.stream import stream_lines
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending, Retry
@@ -279,7 +278,7 @@ def train(
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
-        print(*notes, *report_lines(data, eval_data), *stream_lines(data), *choice_lines(config),
+        print(*notes, *report_lines(data, eval_data), *choice_lines(config),
               *pipeline_lines(config, strategy), *warnings(config, strategy, launch.supervised),
               sep="\n", flush=True)  # fmt: skip
     refuse_differences(lines, ranks)

@@ -27,8 +27,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.cache import CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, ignored_files
-from trainers.data.joined import JoinedSet
-from trainers.data.prepare import (
+from trainers.data.fill_cache import (
     cache_dir,
     cores,
     data_fingerprint,
@@ -39,6 +38,7 @@ from trainers.data.prepare import (
     refuse_bad,
     refuse_nothing,
 )
+from trainers.data.joined import JoinedSet
 from trainers.data.progress import Progress
 from trainers.data.remote import files_in_place
 from trainers.data.report import Report

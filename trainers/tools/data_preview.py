@@ -22,17 +22,19 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
 from trainers.data.files import DataFile
-from trainers.data.overlap import leak_lines, repeated
-from trainers.data.prepare import (
-    TokenSet,
-    files_of,
+from trainers.data.fill_cache import (
     formats_of,
-    load_tokenizer,
-    mix_of,
     options_of,
     refuse_bad,
     refuse_missing_numbers,
     selection_of,
+)
+from trainers.data.overlap import leak_lines, repeated
+from trainers.data.prepare import (
+    TokenSet,
+    files_of,
+    load_tokenizer,
+    mix_of,
     tokenised,
 )
 from trainers.data.progress import listeners

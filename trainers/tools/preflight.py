@@ -22,14 +22,15 @@ from trainers.config.objectives import ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
 from trainers.data.batches import TrainPlan
+from trainers.data.fill_cache import Split, cache_dir
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.mix import MixedSet
 from trainers.data.padding import check_last_tokens
-from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
+from trainers.data.prepare import TokenSet, prepare, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
 from trainers.data.rows import Rows
-from trainers.data.stream import WindowSet, stream_lines
+from trainers.data.stream import WindowSet
 from trainers.data.stream_plan import StreamPlan
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
@@ -109,8 +110,7 @@ def check(
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("trained_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
-    about_data = [*report_lines(train, evaluation), *stream_lines(train)]
-    return [*lines, *model["lines"], *scaling_lines, *about_data, describe_plan(plan)]
+    return [*lines, *model["lines"], *scaling_lines, *report_lines(train, evaluation), describe_plan(plan)]
 
 
 def plan_training(
