@@ -24,6 +24,7 @@ from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import about_frozen
+from trainers.data.batches import TrainPlan
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet
 from trainers.model.attention import KERNELS, avoid_cudnn
@@ -140,13 +141,16 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     return narrowed
 
 
-def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = ()) -> LossModule:
+def module(
+    config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), plan: TrainPlan | None = None
+) -> LossModule:
     """Builds the model and its loss before any strategy wraps it, and leaves the base's weights in their files.
 
     Args:
         config: the run's config.
         main_rank: whether this rank prints.
         splits: the data sets, whose token ids and lengths the model must support.
+        plan: the batches; it checks what a stream reads later.
 
     Raises:
         ConfigError: if the model cannot be loaded, or a token id or position has no embedding.
@@ -164,7 +168,10 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
     add_frozen(config, loss, splits)
-    document_check(config, loss)(*splits)
+    check = document_check(config, loss)
+    check(*splits)
+    if plan is not None:
+        plan.check = check
     return loss
 
 

@@ -242,8 +242,8 @@ class Stream:
                     TokenizeTask([(self.shards[number], 0, self.tasks[number].shards[0][2])], f"{folder}/{number}")
                     for number in numbers
                 ]
-                shown = Progress("tokenizing the first window", total) if shows else nullcontext()
-                with Pool(processes, folder, self._encoder, options, name) as pool, shown as progress:
+                progress_bar = Progress("tokenizing the first window", total) if shows else nullcontext()
+                with Pool(processes, folder, self._encoder, options, name) as pool, progress_bar as progress:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
                         self._publish(number, task, report)
