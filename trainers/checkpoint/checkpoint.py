@@ -27,7 +27,7 @@ from torch import nn
 
 from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
-from trainers.checkpoint.weights import OTHER_BASE, load_weights
+from trainers.checkpoint.weights import OTHER_BASE, STATE, load_weights
 from trainers.model.stored import Source
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
@@ -37,7 +37,6 @@ from trainers.run.errors import TrainingError
 from trainers.run.folder import folder_identity, write_json
 from trainers.run.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 
-_STATE = "optim.state."
 _EXTRA = "extra."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
 
@@ -451,8 +450,8 @@ def _read(folder: Path, prefix: str, suffix: str = "") -> Iterator[tuple[str, to
 def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) -> None:
     """Fills each weight's optimizer state with this rank's span of the saved tensors."""
     # Names are `optim.state.<weight>.<key>`; weight names contain dots, keys do not.
-    state = {name.removeprefix(_STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(_STATE)}
-    steps = {name: float(value) for name, value in _read(folder, _STATE, ".step")}
+    state = {name.removeprefix(STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(STATE)}
+    steps = {name: float(value) for name, value in _read(folder, STATE, ".step")}
     if not steps:
         return
     keys: dict[str, list[str]] = {name: [] for name in steps}
@@ -461,7 +460,7 @@ def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) ->
             keys[weight].append(key)
     backend.init_optimizer_state(keys, steps)
     shards = {shard.name: shard for shard in backend.shards()}
-    for name, tensor in _read(folder, _STATE):
+    for name, tensor in _read(folder, STATE):
         weight, _, key = name.rpartition(".")
         if key != "step" and shards[weight].elements:
             shards[weight].fill(key, tensor)

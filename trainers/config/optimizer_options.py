@@ -12,6 +12,10 @@ SETTINGS_OF = {**dict.fromkeys(ADAMW, _ADAM), "lion": ("lion_beta1", "lion_beta2
 """The options that each optimizer reads, next to learning rate and weight decay."""
 STATE_BYTES = {"adamw": (8.0, 8.0), "adamw_8bit": (2 + 8 / 256, 2 + 8 / 256), "lion": (4.0, 4.0), "muon": (4.0, 8.0)}
 """Bytes of optimizer state per trained weight in layers and elsewhere: a momentum, two moments, or their codes."""
+AVERAGE = "ema"
+"""Key of the moving average among a weight's states, in memory and in checkpoints."""
+AVERAGE_BYTES = 4.0
+"""Bytes of the moving average per trained weight."""
 
 
 class BatchOptions(OptionGroup):
@@ -72,3 +76,5 @@ class OptimizerOptions(OptionGroup):
     """Muon's decay rate of the momentum, which is Nesterov's."""
     max_grad_norm: float = option("optimizer", 1.0, ge=0)
     """Maximum global gradient norm; 0: log the norm without clipping."""
+    ema_decay: Annotated[float | None, Optionally] = option("optimizer", None, gt=0, lt=1)
+    """Keep a moving average of the weights (0.999, ...), for `tunesmith export RUN --ema`."""

@@ -16,7 +16,14 @@ from trainers.config.model_options import MethodOptions, ModelOptions
 from trainers.config.objective_file import file_spec, short_name
 from trainers.config.objective_options import ObjectiveOptions
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
-from trainers.config.optimizer_options import ADAMW, SETTINGS_OF, STATE_BYTES, BatchOptions, OptimizerOptions
+from trainers.config.optimizer_options import (
+    ADAMW,
+    AVERAGE_BYTES,
+    SETTINGS_OF,
+    STATE_BYTES,
+    BatchOptions,
+    OptimizerOptions,
+)
 from trainers.config.option_types import Names, NoWord, Optionally, RankNames, StepRange, option
 
 EMBEDDED = "embedded"
@@ -217,14 +224,15 @@ class TrainConfig(
         return self.optim == "adamw_8bit" or not self.master_weights
 
     def state_bytes(self, in_layers: float, elsewhere: float = 0.0) -> float:
-        """Returns the bytes of optimizer state.
+        """Returns the bytes of optimizer state, and of the moving average of the weights.
 
         Args:
             in_layers: Number of trained weights in the layers; their norms and biases are too few to count apart.
             elsewhere: Number of trained weights of embedding and head.
         """
         inside, outside = STATE_BYTES[self.optim]
-        return in_layers * inside + elsewhere * outside
+        average = 0.0 if self.ema_decay is None else AVERAGE_BYTES
+        return in_layers * (inside + average) + elsewhere * (outside + average)
 
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
@@ -272,9 +280,17 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     return [f"optim={config.optim}: {', '.join(settings)}; {notes[config.optim]}"]
 
 
+def average_lines(config: TrainConfig) -> list[str]:
+    """Returns a line about where the moving average of the weights is used; empty without it."""
+    if config.ema_decay is None:
+        return []
+    uses = "training, evaluations and the run's own export use the weights themselves"
+    return [f"ema_decay={config.ema_decay}: `tunesmith export RUN --ema` exports the moving average; {uses}"]
+
+
 def choice_lines(config: TrainConfig) -> list[str]:
-    """Returns what the log says about precision and optimizer."""
-    return precision_lines(config) + optimizer_lines(config)
+    """Returns what the log says about precision, optimizer and average."""
+    return precision_lines(config) + optimizer_lines(config) + average_lines(config)
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainers.objectives.sampling import Sampled, SampleRequest
-from trainers.parallel.optimizer import empty_state, state_vectors, write_state_vectors
+from trainers.parallel.optimizer import empty_state, state_vectors, update_average, write_state_vectors
 from trainers.parallel.shards import WEIGHT, Shard, local_part
 
 if TYPE_CHECKING:
@@ -122,6 +122,19 @@ class Backend(ABC):
     def skip_step(self) -> None:
         """Clears the gradients without changing weights or optimizer state. Call in place of `step`."""
         self.optimizer.zero_grad(set_to_none=True)
+
+    def update_average(self, decay: float) -> None:
+        """Updates the moving average of the weights. Call after a `step` that changed them.
+
+        Args:
+            decay: share of the average that stays.
+        """
+        update_average(self._updated(), decay)
+
+    def _updated(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """What the optimizer updates on this rank: weights, and their states."""
+        for _, weight in self.trained:
+            yield local_part(weight), self.optimizer.state.get(weight, {})
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat) -> torch.Tensor:

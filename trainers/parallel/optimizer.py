@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.optimizer_options import AVERAGE
 from trainers.config.options import TrainConfig
 from trainers.parallel.lion import Lion
 from trainers.parallel.muon import Muon, is_hidden_matrix
@@ -164,9 +165,12 @@ class SmallAdamW(torch.optim.Optimizer):
         """Zero state of a weight: `[local elements]` per key, as stored, and the update count on the CPU."""
         local = local_part(weight)
         size, device = local.numel(), local.device
-        if self.eight_bit and size >= SMALLEST:
-            return {"step": torch.tensor(step), **{key: Codes(size, key == "exp_avg", device) for key in keys}}
-        return {"step": torch.tensor(step), **{key: torch.zeros(size, device=device) for key in keys}}
+        coded = self.eight_bit and size >= SMALLEST
+        state: dict[str, Any] = {"step": torch.tensor(step)}
+        for key in keys:
+            as_codes = coded and key in KEYS
+            state[key] = Codes(size, key == "exp_avg", device) if as_codes else torch.zeros(size, device=device)
+        return state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -231,6 +235,26 @@ def update_count(step: float, keys: Iterable[str], device: torch.device) -> torc
     Others have theirs on the CPU, where reading it does not wait for the device.
     """
     return torch.tensor(step, dtype=torch.float32, device=device if "exp_avg_sq" in keys else "cpu")
+
+
+@torch.no_grad()
+def update_average(weights: Iterable[tuple[torch.Tensor, dict[str, Any]]], decay: float) -> None:
+    """Moves the moving average of each weight towards it, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does.
+
+    The average is a state of the optimizer, so that it is sharded, saved and loaded as the others are. It begins as
+    the weights after the first update. No collective, and no wait for the device.
+
+    Args:
+        weights: local part and state of each weight, or of each flat tensor of weights, after an update.
+        decay: share of the average that stays.
+    """
+    for weight, state in weights:
+        if not state:  # no elements on this rank
+            continue
+        if AVERAGE in state:
+            local_part(state[AVERAGE]).view(-1).lerp_(weight.reshape(-1).float(), 1 - decay)
+        else:
+            state[AVERAGE] = weight.reshape(-1).to(torch.float32, copy=True)
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

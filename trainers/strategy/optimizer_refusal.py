@@ -5,15 +5,19 @@ from __future__ import annotations
 from trainers.config.options import TrainConfig
 
 
-def optimizer_refusal(config: TrainConfig, uses_deepspeed: bool, offloads: bool, own_optimizer: bool) -> str | None:
+def optimizer_refusal(config: TrainConfig, uses_deepspeed: bool, offload: str, own_optimizer: bool) -> str | None:
     """Returns why a strategy cannot train with the config's optimizer; None if it can.
 
     Args:
         config: The run's config.
         uses_deepspeed: Whether DeepSpeed updates the weights.
-        offloads: Whether weights or states rest in host memory or on disk.
+        offload: Where weights or states rest: `none`, or in host memory (`cpu`) or on a disk (`nvme`).
         own_optimizer: Whether the DeepSpeed JSON configures an optimizer.
     """
+    offloads = offload != "none"
+    if config.ema_decay is not None and offload == "nvme":
+        average = f"ema_decay={config.ema_decay}: the moving average is not offloaded to a disk"
+        return f"{average}; leave it out, or use --strategy zero3_offload"
     if config.optim == "muon" and offloads:
         return "optim=muon: its matrices are not offloaded; use optim=adamw, or a strategy without offload"
     if not uses_deepspeed:

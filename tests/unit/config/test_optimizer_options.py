@@ -9,7 +9,7 @@ import pytest
 
 from tests.parity.runs import config
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import optimizer_lines
+from trainers.config.options import average_lines, optimizer_lines
 from trainers.config.validation import ignored_choices
 from trainers.run.compatibility import refusals
 from trainers.run.disk import Tensor, bytes_needed
@@ -79,6 +79,42 @@ def test_a_checkpoint_has_one_momentum() -> None:
     sizes = {optim: bytes_needed(config("full", True, optim=optim), tensors, 1) for optim in ("adamw", "lion", "muon")}
     assert sizes["adamw"] - sizes["lion"] == 6_000_000
     assert sizes["adamw"] - sizes["muon"] == 4_000_000  # the embedding has Adam's two states
+
+
+def test_a_moving_average_is_counted_refused_on_disk_and_neither_begun_nor_lost_in_a_resume() -> None:
+    tensors = [Tensor("model.layers.0.mlp.up_proj.weight", (1000, 1000), "F32")]
+    plain, averaged = config("full", True), config("full", True, ema_decay=0.99)
+    assert bytes_needed(averaged, tensors, 1) - bytes_needed(plain, tensors, 1) == 4_000_000
+    (line,) = average_lines(averaged)
+    assert line.startswith("ema_decay=0.99: `tunesmith export RUN --ema`")
+    assert average_lines(plain) == []
+    assert averaged.outside_parity() == []
+    on_disk = replace(
+        strategy := load_strategy("zero3_offload"),
+        deepspeed_json={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    )
+    reasons = [refusal(each, averaged, has_gpu=True) for each in (strategy, on_disk)]
+    assert [reason and reason.partition(";")[0] for reason in reasons] == [
+        None, "ema_decay=0.99: the moving average is not offloaded to a disk",
+    ]  # fmt: skip
+    for then, now in ((plain, averaged), (averaged, plain)):
+        manifest = {"config": then.model_dump(), "versions": {}, "step": 5}
+        (refused,) = refusals(manifest, now.model_dump(), {}, force=True)
+        assert str(refused).startswith("ema_decay=")
+        assert "start a new run" in str(refused)
+    older = {name: value for name, value in plain.model_dump().items() if name != "ema_decay"}
+    assert refusals({"config": older, "versions": {}, "step": 5}, averaged.model_dump(), {}, force=True)
+    assert refusals({"config": older, "versions": {}, "step": 5}, plain.model_dump(), {}) == []
+    other = config("full", True, ema_decay=0.999).model_dump()
+    manifest = {"config": averaged.model_dump(), "versions": {}, "step": 5}
+    assert refusals(manifest, other, {}, force=True) == []
+    assert refusals(manifest, other, {}) != []
+
+
+@pytest.mark.parametrize("value", [0, 1, 1.5, -0.1, float("nan")])
+def test_a_decay_is_between_0_and_1(value: float) -> None:
+    with pytest.raises(ConfigError, match="ema_decay="):
+        config("full", True, ema_decay=value)
 
 
 def test_states_of_another_optimizer_do_not_fit_even_by_force() -> None:

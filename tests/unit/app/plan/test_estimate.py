@@ -297,6 +297,7 @@ def test_what_rests_where() -> None:
     # A momentum alone; with Muon, embedding and head keep Adam's two states.
     assert resting("fsdp2", optim="lion") == [2000, 2000, 2000]
     assert resting("fsdp2", optim="muon") == [2000, 2000, 4 * 400 + 8 * 100]
+    assert resting("fsdp2", ema_decay=0.99) == [2000, 2000, 6000]
     assert resting("zero1", optim="lion") == [4000, 4000, 4000]
     assert resting("fsdp2", optim="adamw_8bit", master_weights=False, mixed_precision="bf16") == [1000, 1000, 1015.625]
 
