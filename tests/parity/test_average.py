@@ -78,7 +78,8 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
         [
             *((name, "full", ()) for name in STRATEGIES),
             *((name, "lora", ()) for name in ("ddp", "fsdp1", "zero2", "zero3", "tp", "pp")),
-            *(("fsdp2", "full", (("optim", optim),)) for optim in ("lion", "muon", "adamw_8bit")),
+            *(("fsdp2", "full", (("optim", optim),)) for optim in ("lion", "muon", "adafactor", "adamw_8bit")),
+            ("zero3", "full", (("optim", "adafactor"),)),
             ("fsdp2", "full", (("master_weights", False), ("mixed_precision", "bf16"))),
         ],
         [("fsdp2", "full", ()), ("zero2", "lora", ())],

@@ -9,6 +9,7 @@ import lion_pytorch
 import pytest
 import torch
 from torch import nn
+from transformers.optimization import Adafactor
 
 from tests.launching import Finished, launch_well
 from tests.parity import plain
@@ -18,6 +19,7 @@ from trainers.strategy.strategy import load_strategy
 
 LION: dict[str, Any] = {"optim": "lion", "learning_rate": 5e-5}
 MUON: dict[str, Any] = {"optim": "muon"}
+ADAFACTOR: dict[str, Any] = {"optim": "adafactor"}
 STRATEGIES = ["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "3d"]
 
 
@@ -111,6 +113,36 @@ def torch_muon(half: bool = False) -> Any:
     return lambda model, settings: TorchMuon(model, settings, half)
 
 
+def of_transformers(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    """Adafactor of transformers with an external learning rate, which decays matrices alone."""
+    groups = [
+        {"params": [weight], "weight_decay": settings.weight_decay * (weight.ndim >= 2)}
+        for weight in model.parameters()
+        if weight.requires_grad
+    ]
+    return Adafactor(groups, lr=1.0, scale_parameter=False, relative_step=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    mostly_long(
+        [
+            *((name, "full") for name in (*STRATEGIES, "zero2_tp", "pp_fsdp2", "hsdp_tp")),
+            *((name, "lora") for name in ("single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp")),
+        ],
+        [("fsdp2", "full")],
+    ),
+)
+def test_adafactor_is_that_of_transformers(name: str, method: str) -> None:
+    trained_run = finished(name, method, ADAFACTOR)
+    settings = config(method, True, **ADAFACTOR)
+    assert curve(trained_run).agrees(plain.train(settings, adamw=of_transformers))
+    assert "optim=adafactor: second moments by rows and columns" in trained_run.output
+    assert "outside the promise" not in trained_run.output
+    if name == "fsdp2":  # control
+        assert not curve(trained_run).agrees(plain.train(settings))
+
+
 def resumed(folder: Path, undisturbed: Finished, name: str, changes: dict[str, Any]) -> Finished:
     """The second half under a strategy, from the middle of a run."""
     more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
@@ -119,9 +151,11 @@ def resumed(folder: Path, undisturbed: Finished, name: str, changes: dict[str, A
 
 
 RESUMED = [
-    (name, optim) for name in ("single", "fsdp1", "fsdp2", "zero1", "zero3", "tp", "pp") for optim in ("lion", "muon")
+    (name, optim)
+    for name in ("single", "fsdp1", "fsdp2", "zero1", "zero3", "tp", "pp")
+    for optim in ("lion", "muon", "adafactor")
 ]
-CHANGES = {"lion": LION, "muon": MUON}
+CHANGES = {"lion": LION, "muon": MUON, "adafactor": ADAFACTOR}
 
 
 @pytest.mark.parametrize(("name", "optim"), mostly_long(RESUMED, [("fsdp2", "muon")]))
@@ -136,7 +170,7 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("before", "after"), mostly_long(MOVES, [("fsdp2", "single")]))
-@pytest.mark.parametrize("optim", ["lion", "muon"])
+@pytest.mark.parametrize("optim", ["lion", "muon", "adafactor"])
 def test_a_checkpoint_moves_to_another_strategy(before: str, after: str, optim: str, tmp_path: Path) -> None:
     undisturbed = finished(before, "full", CHANGES[optim])
     again = curve(resumed(tmp_path / "again", undisturbed, after, CHANGES[optim]))

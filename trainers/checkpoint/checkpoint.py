@@ -29,7 +29,9 @@ from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
 from trainers.checkpoint.weights import OTHER_BASE, STATE, load_weights
 from trainers.model.stored import Source
+from trainers.parallel.adafactor import MEANS
 from trainers.parallel.backend import Backend
+from trainers.parallel.optimizer import means_of
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, gather_full_tensors, steps_of
 from trainers.run.compatibility import FORCE, changed_options, changed_versions, refusals
@@ -213,6 +215,8 @@ class Checkpoints:
                 tensors[f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"] = _copy(tensor)
         if self.ranks.is_main:
             tensors |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
+            means = means_of(backend.optimizer).items()
+            tensors |= {f"{STATE}{name}.{key}": _copy(mean) for name, own in means for key, mean in own.items()}
             tensors |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
             tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in self.extra.items()}
         # Generator states differ between ranks: each saves its own.
@@ -456,12 +460,15 @@ def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) ->
         return
     keys: dict[str, list[str]] = {name: [] for name in steps}
     for weight, key in sorted(state):
-        if key != "step":
+        if key not in ("step", *MEANS):
             keys[weight].append(key)
     backend.init_optimizer_state(keys, steps)
+    means = means_of(backend.optimizer)
     shards = {shard.name: shard for shard in backend.shards()}
     for name, tensor in _read(folder, STATE):
         weight, _, key = name.rpartition(".")
-        if key != "step" and shards[weight].elements:
+        if key in MEANS:
+            means.setdefault(weight, {})[key] = tensor.to(backend.device)
+        elif key != "step" and shards[weight].elements:
             shards[weight].fill(key, tensor)
     backend.write_shards(list(shards.values()))

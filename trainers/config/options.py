@@ -272,12 +272,13 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     """Returns a line with the settings that an optimizer other than AdamW reads; empty for AdamW."""
     if config.optim in ADAMW:
         return []
-    settings = [f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim]]
+    settings = ", ".join(f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim])
     notes = {
         "lion": "a learning rate for AdamW is 3 to 10 times too high for it",
         "muon": "Muon for the matrices of the layers, in fp32, AdamW for all else",
+        "adafactor": "second moments by rows and columns, no first; the learning rate is not scaled by the weights",
     }
-    return [f"optim={config.optim}: {', '.join(settings)}; {notes[config.optim]}"]
+    return [f"optim={config.optim}: {settings}{'; ' * bool(settings)}{notes[config.optim]}"]
 
 
 def average_lines(config: TrainConfig) -> list[str]:

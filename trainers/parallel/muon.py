@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import Shard, local_part
+from trainers.parallel.shards import Shard, ShardsOf, local_part
 from trainers.run.disk import layer_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -26,8 +26,6 @@ ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 UPDATE = "update"
 """Key of the update in the state of a weight during a step."""
-ShardsOf = Callable[[Sequence[str], Sequence[torch.Tensor] | None], list[Shard]]
-"""`Backend.shards_of`."""
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:

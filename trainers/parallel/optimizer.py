@@ -1,4 +1,4 @@
-"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit optimizer states, Lion, and Muon.
+"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit states, Lion, Muon and Adafactor.
 
 The 8-bit states of bitsandbytes (https://arxiv.org/abs/2110.02861) and torchao change when they are dequantized and
 quantized again. These do not, so checkpoints can store plain fp32 states and a resumed run continues bit for bit.
@@ -18,6 +18,7 @@ from torch.nn import functional
 from trainers.config.mistakes import ConfigError
 from trainers.config.optimizer_options import AVERAGE
 from trainers.config.options import TrainConfig
+from trainers.parallel.adafactor import Adafactor
 from trainers.parallel.lion import Lion
 from trainers.parallel.muon import Muon, is_hidden_matrix
 from trainers.parallel.shards import local_part
@@ -43,12 +44,13 @@ def parameter_groups(
         config: the run's config.
 
     Returns:
-        Each with a `rate_factor`, by which the learning rate is multiplied, and `hidden`: whether Muon updates it.
+        Each with the `names` of its weights, a `rate_factor`, by which the learning rate is multiplied, `matrix`:
+        whether they have rows and columns, and `hidden`: whether Muon updates them.
 
     Raises:
         ConfigError: if Muon would leave the experts of a mixture, most of its weights, to AdamW.
     """
-    by_kind: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, weight in trained:
         faster = "lora_B" in name or "lora_embedding_B" in name or len(shapes[name]) == 1  # as peft has it
         factor = config.loraplus_lr_ratio if faster and config.method != "full" else 1.0
@@ -56,13 +58,20 @@ def parameter_groups(
             problem = f": {name} stacks the experts of a layer, and Muon takes matrices"
             raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
         hidden = config.optim == "muon" and is_hidden_matrix(name, shapes[name])
-        by_kind.setdefault((len(shapes[name]) >= 2, factor, hidden), []).append(weight)
+        by_kind.setdefault((len(shapes[name]) >= 2, factor, hidden), []).append((name, weight))
     if config.optim == "muon" and not any(hidden for _, _, hidden in by_kind):
         problem = "finds no matrix in a layer among the trained weights, and would leave all of them to AdamW"
         raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
     return [
-        {"params": weights, "weight_decay": config.weight_decay * decays, "rate_factor": factor, "hidden": hidden}
-        for (decays, factor, hidden), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
+        {
+            "params": [weight for _, weight in weights],
+            "names": [name for name, _ in weights],
+            "weight_decay": config.weight_decay * matrix,
+            "rate_factor": factor,
+            "matrix": matrix,
+            "hidden": hidden,
+        }
+        for (matrix, factor, hidden), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
     ]
 
 
@@ -70,6 +79,8 @@ def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.
     """Builds the config's optimizer over the trained weights. The loop sets its learning rate at every step."""
     if config.optim == "lion":
         return Lion(groups, config.scaled_learning_rate(), (config.lion_beta1, config.lion_beta2))
+    if config.optim == "adafactor":
+        return Adafactor(groups, config.scaled_learning_rate())
     settings: dict[str, Any] = {
         "lr": config.scaled_learning_rate(),
         "betas": (config.adam_beta1, config.adam_beta2),
@@ -213,6 +224,12 @@ class SmallAdamW(torch.optim.Optimizer):
         return chance.manual_seed(crc32(f"{self.seed} {step} {index}".encode()))  # CPU generators use 32 bits
 
 
+def means_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """States of matrices, by name, that have another shape and are the same on every rank; only Adafactor has any."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner.means if isinstance(inner, Adafactor) else {}
+
+
 def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
     """Zero state of a weight in the optimizer's format.
 
@@ -234,7 +251,7 @@ def update_count(step: float, keys: Iterable[str], device: torch.device) -> torc
 
     Others have theirs on the CPU, where reading it does not wait for the device.
     """
-    return torch.tensor(step, dtype=torch.float32, device=device if "exp_avg_sq" in keys else "cpu")
+    return torch.tensor(step, dtype=torch.float32, device=device if {*KEYS} <= {*keys} else "cpu")
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ def optimizer_refusal(config: TrainConfig, uses_deepspeed: bool, offload: str, o
     if config.ema_decay is not None and offload == "nvme":
         average = f"ema_decay={config.ema_decay}: the moving average is not offloaded to a disk"
         return f"{average}; leave it out, or use --strategy zero3_offload"
-    if config.optim == "muon" and offloads:
-        return "optim=muon: its matrices are not offloaded; use optim=adamw, or a strategy without offload"
+    if config.optim in ("muon", "adafactor") and offloads:
+        return f"optim={config.optim}: its matrices are not offloaded; use optim=adamw, or a strategy without offload"
     if not uses_deepspeed:
         return None
     if config.small_optimizer():

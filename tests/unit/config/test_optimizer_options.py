@@ -27,6 +27,7 @@ def test_settings_of_another_optimizer_are_named_as_ignored() -> None:
     ]
     assert ignored(lion_beta2=0.95) == ["lion_beta2 is ignored: optim=adamw does not read it"]
     assert ignored(optim="adamw_8bit", adam_beta1=0.8) == []
+    assert ignored(optim="adafactor", adam_beta1=0.8) == ["adam_beta1 is ignored: optim=adafactor does not read it"]
     assert ignored(optim="muon", adam_beta1=0.8, muon_momentum=0.9, lion_beta1=0.8) == [
         "lion_beta1 is ignored: optim=muon does not read it"
     ]
@@ -47,12 +48,12 @@ def test_what_an_optimizer_reads_is_shown_and_what_is_exact_is_within_the_promis
 def test_bf16_weights_are_for_adamw_alone() -> None:
     half = {"mixed_precision": "bf16", "master_weights": False}
     config("full", True, **half)
-    for optim in ("lion", "muon"):
+    for optim in ("lion", "muon", "adafactor"):
         with pytest.raises(ConfigError, match=f"master_weights=false with optim={optim}: AdamW alone"):
             config("full", True, optim=optim, **half)
 
 
-@pytest.mark.parametrize("optim", ["lion", "muon"])
+@pytest.mark.parametrize("optim", ["lion", "muon", "adafactor"])
 @pytest.mark.parametrize("name", ["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero3", "tp", "pp"])
 def test_they_are_refused_nowhere_but_where_deepspeed_updates(name: str, optim: str) -> None:
     strategy, asked = load_strategy(name), config("full", True, optim=optim)
@@ -65,10 +66,13 @@ def test_offload_is_refused_where_another_optimizer_would_update() -> None:
     reasons = {
         (name, optim): refusal(load_strategy(name), config("full", True, optim=optim), has_gpu=True)
         for name in ("zero3_offload", "fsdp2_offload")
-        for optim in ("adamw", "lion", "muon")
+        for optim in ("adamw", "lion", "muon", "adafactor")
     }
     refused = {run for run, reason in reasons.items() if reason is not None}
-    assert refused == {("zero3_offload", "lion"), ("zero3_offload", "muon"), ("fsdp2_offload", "muon")}
+    assert refused == {
+        ("zero3_offload", "lion"), ("zero3_offload", "muon"), ("zero3_offload", "adafactor"),
+        ("fsdp2_offload", "muon"), ("fsdp2_offload", "adafactor"),
+    }  # fmt: skip
     assert "optim=lion: DeepSpeed's offload updates by its own Adam" in str(reasons["zero3_offload", "lion"])
     assert "optim=muon: its matrices are not offloaded" in str(reasons["fsdp2_offload", "muon"])
 
