@@ -356,7 +356,7 @@ class Checkpoints:
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
             self._refuse_changes(manifest)
-            load_weights(folder, model, stored)
+            load_weights(folder, model, stored, resumes=True)
             progress = Progress.from_json(manifest["progress"])
         except _BAD as problem:
             error = problem

@@ -7,12 +7,16 @@ from typing import Annotated, Literal
 from trainers.config.option_types import Optionally, OptionGroup, Schedule, option
 
 ADAMW = ("adamw", "adamw_8bit")
+SCHEDULE_FREE = "schedule_free_adamw"
+STEPPED = "z"
+"""Key of the point that schedule-free AdamW steps from, among a weight's states, in memory and in checkpoints."""
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 SETTINGS_OF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(ADAMW, _ADAM),
     "lion": ("lion_beta1", "lion_beta2"),
     "muon": ("muon_momentum", *_ADAM),
     "adafactor": (),
+    SCHEDULE_FREE: _ADAM,
 }
 """The options that each optimizer reads, next to learning rate and weight decay."""
 STATE_BYTES = {
@@ -21,6 +25,7 @@ STATE_BYTES = {
     "lion": (4.0, 4.0),
     "muon": (4.0, 8.0),
     "adafactor": (0.02, 0.02),
+    SCHEDULE_FREE: (8.0, 8.0),
 }
 """Bytes of optimizer state per trained weight in layers and elsewhere: a momentum, two moments, or their codes.
 
@@ -49,8 +54,10 @@ class BatchOptions(OptionGroup):
 class OptimizerOptions(OptionGroup):
     """How weights are updated."""
 
-    optim: Literal["adamw", "adamw_8bit", "lion", "muon", "adafactor"] = option("optimizer", "adamw")
-    """AdamW (8-bit states: outside the parity promise), Lion, Muon for the layers, Adafactor."""
+    optim: Literal["adamw", "adamw_8bit", "lion", "muon", "adafactor", "schedule_free_adamw"] = option(
+        "optimizer", "adamw"
+    )
+    """AdamW (8-bit: outside the parity promise), Lion, Muon for the layers, Adafactor, ..."""
     learning_rate: float = option("optimizer", 2e-4, gt=0, le=10)
     """Peak learning rate; lion wants 3 to 10 times less than adamw, and as much more decay."""
     lr_scaling: Literal["none", "linear", "sqrt"] = option("optimizer", "none")

@@ -19,6 +19,7 @@ from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
 from trainers.config.optimizer_options import (
     ADAMW,
     AVERAGE_BYTES,
+    SCHEDULE_FREE,
     SETTINGS_OF,
     STATE_BYTES,
     BatchOptions,
@@ -276,6 +277,8 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     notes = {
         "lion": "a learning rate for AdamW is 3 to 10 times too high for it",
         "muon": "Muon for the matrices of the layers, in fp32, AdamW for all else",
+        SCHEDULE_FREE: "the log's losses are of the point that gradients are taken at; evaluations and exports, of the "
+        "average",
         "adafactor": "second moments by rows and columns, no first; the learning rate is not scaled by the weights",
     }
     return [f"optim={config.optim}: {settings}{'; ' * bool(settings)}{notes[config.optim]}"]

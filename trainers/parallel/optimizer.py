@@ -16,11 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.optimizer_options import AVERAGE
+from trainers.config.optimizer_options import AVERAGE, SCHEDULE_FREE
 from trainers.config.options import TrainConfig
 from trainers.parallel.adafactor import Adafactor
 from trainers.parallel.lion import Lion
 from trainers.parallel.muon import Muon, is_hidden_matrix
+from trainers.parallel.schedule_free import ScheduleFreeAdamW
 from trainers.parallel.shards import local_part
 from trainers.run.disk import is_expert
 
@@ -86,6 +87,8 @@ def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
     }
+    if config.optim == SCHEDULE_FREE:
+        return ScheduleFreeAdamW(groups, **settings, warmup_steps=config.warmup_steps)
     if config.optim == "muon":
         return Muon(groups, momentum=config.muon_momentum, **settings)
     if config.small_optimizer():

@@ -121,6 +121,26 @@ def test_a_decay_is_between_0_and_1(value: float) -> None:
         config("full", True, ema_decay=value)
 
 
+def test_schedule_free_adamw_names_what_does_not_fit() -> None:
+    free = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}
+    fits = config("full", True, **free, warmup_steps=5)
+    (line,) = optimizer_lines(fits)
+    assert line.startswith("optim=schedule_free_adamw: adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-08; the log's")
+    assert fits.outside_parity() == []
+    for option, value in (
+        ("lr_scheduler_type", "cosine"), ("warmup_ratio", 0.1), ("adam_beta1", 0), ("ema_decay", 0.9),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{option}={value} with optim=schedule_free_adamw"):
+            config("full", True, **{**free, option: value})
+    assert config("full", True, **free, warmup_ratio=0.1, warmup_steps=3)  # which is ignored
+    refused = {
+        name: refusal(load_strategy(name), fits, has_gpu=True)
+        for name in ("single", "ddp", "fsdp1", "fsdp2", "fsdp2_offload", "zero1", "zero3", "zero3_offload", "tp", "pp")
+    }
+    assert {name for name, reason in refused.items() if reason} == {"fsdp1", "zero1", "zero3", "zero3_offload"}
+    assert "other weights than it trains, of which FSDP 1 keeps copies; use --strategy fsdp2" in str(refused["fsdp1"])
+
+
 def test_states_of_another_optimizer_do_not_fit_even_by_force() -> None:
     then, now = (config("full", True, optim=optim).model_dump() for optim in ("adamw", "lion"))
     (refused,) = refusals({"config": then, "versions": {}, "step": 5}, now, {}, force=True)
