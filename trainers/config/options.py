@@ -235,6 +235,16 @@ class TrainConfig(
         average = 0.0 if self.ema_decay is None else AVERAGE_BYTES
         return in_layers * (inside + average) + elsewhere * (outside + average)
 
+    def saved_state_bytes(self, in_layers: float, elsewhere: float = 0.0) -> float:
+        """Returns the bytes of optimizer state in a checkpoint, where states of 8 bits are in fp32.
+
+        Args:
+            in_layers: As for `state_bytes`.
+            elsewhere: Likewise.
+        """
+        saved = self.model_copy(update={"optim": "adamw"}) if self.optim in ADAMW else self
+        return saved.state_bytes(in_layers, elsewhere)
+
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
         return self.eval_dataset_name is not None or self.eval_share > 0

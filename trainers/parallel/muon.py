@@ -48,6 +48,11 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return wide.T if matrix.size(0) > matrix.size(1) else wide
 
 
+def held_elements(shape: Sequence[int]) -> int:
+    """Elements that a rank holds while it orthogonalizes a matrix: three of its size, and two products with itself."""
+    return 3 * shape[0] * shape[1] + 2 * min(shape) ** 2
+
+
 class Muon(torch.optim.AdamW):
     """Muon for parameter groups that are `hidden`, fused AdamW for the others.
 

@@ -83,6 +83,7 @@ def test_a_checkpoint_has_one_momentum() -> None:
     sizes = {optim: bytes_needed(config("full", True, optim=optim), tensors, 1) for optim in ("adamw", "lion", "muon")}
     assert sizes["adamw"] - sizes["lion"] == 6_000_000
     assert sizes["adamw"] - sizes["muon"] == 4_000_000  # the embedding has Adam's two states
+    assert bytes_needed(config("full", True, optim="adamw_8bit"), tensors, 1) == sizes["adamw"]  # saved in fp32
 
 
 def test_a_moving_average_is_counted_refused_on_disk_and_neither_begun_nor_lost_in_a_resume() -> None:

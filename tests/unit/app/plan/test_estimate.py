@@ -324,6 +324,22 @@ def test_what_is_whole_for_a_while() -> None:
     assert gathered("zero3") == 4 * (1000 + 200 + 3 * 1000)
 
 
+MATRICES = {**COUNTED, "whole": {**WEIGHTS, "hidden_matrices": 8, "hidden_matrix_weights": 720, "orthogonalized": 5000}}
+
+
+def test_muon_takes_a_full_matrix_and_sends_all_of_them(no_latency: None) -> None:
+    for name in ("single", "ddp", "fsdp2", "zero3"):
+        plain, muon = (row(name, counted=MATRICES, kind="gpu", optim=optim) for optim in ("adamw", "muon"))
+        assert plain.memory
+        assert muon.memory
+        assert muon.memory["gathered"] == max(plain.memory["gathered"], 4 * 5000)
+        assert plain.memory["gathered"] < 4 * 5000 or name == "zero3"
+        # Each rank sends half of what goes to all, and half of what it sums, where it has a part of each matrix.
+        added = {"single": 0, "ddp": 4 * 720 / 2}.get(name, 2 * 4 * 720 / 2)
+        assert (muon.sent or 0) - (plain.sent or 0) == added
+    assert row("ddp", counted=MATRICES, optim="lion").sent == row("ddp", counted=MATRICES).sent  # control
+
+
 TEACHER = {"parameters": 500.0, "layers": 4, "matmul": 450.0, "inside": 1600.0, "outside": 400.0}
 """A frozen model of 2,000 bytes, in four layers and outside them."""
 
