@@ -41,6 +41,7 @@ from trainers.monitor.self_check import DtypeProbe
 from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.objective import document_loss
+from trainers.parallel.adafactor import Adafactor
 from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.experts import divide_experts
@@ -230,7 +231,7 @@ def backend(
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or strategy.splits_model:
         check_coverage(backend.shards(), ranks)
     optimizer = getattr(backend.optimizer, "optimizer", backend.optimizer)
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, (Muon, Adafactor)):
         optimizer.attach(backend.shapes, backend.shards_of, ranks)
     with DtypeProbe(loss) as dtypes:
         splits_rows, stock = mesh.sizes.sequence_shards > 1, mesh.sizes.pp == 1

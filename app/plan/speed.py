@@ -18,6 +18,7 @@ from trainers.strategy.traffic import (
     Term,
     activation_terms,
     casts_before_gathers,
+    muon_terms,
     teacher_terms,
     weight_terms,
 )
@@ -59,6 +60,8 @@ def step_time(
         beside += teacher_terms(
             kind, sizes, TeacherBytes.of(counted, sizes.tp).weights, teacher["layers"], micro_batches
         )
+    if config.optim == "muon":
+        beside += muon_terms(kind, sizes, counted["whole"])
     between = activation_terms(kind, sizes, chunks, model, [step], 0)
     sent = sum(part.wire for part in [*beside, *between])
     # Ranks of a pipeline wait for what others compute and for what they send.

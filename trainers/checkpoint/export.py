@@ -46,7 +46,7 @@ from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
 from trainers.run.compatibility import plain, versions
 from trainers.run.errors import TrainingError
-from trainers.run.folder import RunFolder, read_json, write_json
+from trainers.run.folder import RunFolder, export_name, read_json, write_json
 from trainers.run.lineage import EXPORT_RECORD, Stage, export_record, stages_of
 from trainers.run.manifest import read_manifest, sync, verify
 from trainers.run.record import RunRecord
@@ -68,8 +68,9 @@ def export_seconds(folder: Path, config: TrainConfig) -> float:
 
 
 def export_checkpoint(
-    folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None
-) -> LoadedBack:
+    folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None,
+    averaged: bool = False,
+) -> LoadedBack:  # fmt: skip
     """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
     The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors. Its
@@ -79,14 +80,15 @@ def export_checkpoint(
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
     stages = stages_of(read_manifest(folder), run=folder.parent.parent.name)
-    return export(lambda scratch: _trained(folder, config, scratch), config, target, kind, results, record, stages)
+    build = partial(_trained, folder, config, averaged)
+    return export(build, config, target, kind, results, record, stages)
 
 
-def _trained(folder: Path, config: TrainConfig, scratch: Scratch) -> nn.Module:
+def _trained(folder: Path, config: TrainConfig, averaged: bool, scratch: Scratch) -> nn.Module:
     """The model of a checkpoint, with its weights mapped from their files unless they can only be loaded whole."""
     model, stored = build_unread(config)
     refuse_other_base(read_manifest(folder), model, stored)
-    load_weights(folder, model, stored)
+    load_weights(folder, model, stored, averaged)
     map_weights(model, stored, scratch)
     return model
 
@@ -384,11 +386,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kind", required=True, choices=("adapter", "merged", "full"))
     parser.add_argument("--checkpoint", help="name of one of the run's checkpoints; default: the newest")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the run's option")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
     arguments = parser.parse_args(argv)
+    run, output = RunFolder(arguments.run), Path(arguments.output)
     try:
-        export_again(
-            RunFolder(arguments.run), Path(arguments.output), arguments.kind, arguments.checkpoint, arguments.dtype
-        )
+        export_again(run, output, arguments.kind, arguments.checkpoint, arguments.dtype, arguments.ema)
     except ConfigError as error:
         print("\n".join(error.lines), file=sys.stderr)
         print(json.dumps({"mistakes": error.as_json()}), flush=True)
@@ -399,7 +401,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None) -> None:
+def export_again(
+    run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None, averaged: bool = False
+) -> None:
     """Exports the weights of a checkpoint of a run.
 
     Args:
@@ -408,6 +412,7 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
         kind: `adapter`, `merged` or `full`.
         checkpoint: its name; None for the one that the run itself would export.
         dtype: dtype of the weights; None for the run's `export_dtype`.
+        averaged: export the moving average of the weights.
 
     Raises:
         TrainingError: if the export is not the model that was trained.
@@ -428,9 +433,10 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        is_own = target.absolute() == run.path / f"export-{kind}" and run.record.exists()
+        is_own = target.absolute() == run.path / export_name(kind, averaged) and run.record.exists()
         record = run.record if is_own else None
-        checked = export_checkpoint(folder, config, target, kind, {"step": manifest["step"]}, record)
+        results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
+        checked = export_checkpoint(folder, config, target, kind, results, record, averaged)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:

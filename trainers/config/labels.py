@@ -109,6 +109,7 @@ LABELS = {
     "lion_beta2": "Memory of Lion's momentum",
     "muon_momentum": "Memory of Muon's momentum",
     "max_grad_norm": "Largest gradient norm",
+    "ema_decay": "Memory of the average of weights",
     # Precision and memory
     "mixed_precision": "Arithmetic precision",
     "master_weights": "Keep trained weights in 32 bits",

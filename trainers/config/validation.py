@@ -17,7 +17,7 @@ from trainers.config.objectives import (
     OWN_OPTIONS,
     evaluation_metrics,
 )
-from trainers.config.optimizer_options import ADAMW, SETTINGS_OF
+from trainers.config.optimizer_options import ADAMW, SCHEDULE_FREE, SETTINGS_OF
 from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
 from trainers.config.reward_file import columns_of_rewards, reward_mistakes
 from trainers.config.sampler import sampler_mistakes
@@ -142,6 +142,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
         *_mix_conflicts(config),
         *_streaming_conflicts(config),
+        *_schedule_free_conflicts(config),
         *_objective_conflicts(config),
         *_unknown_columns(config),
         *(
@@ -150,6 +151,28 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
             if name not in TRACKERS
         ),
     ]
+
+
+def _schedule_free_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit schedule-free AdamW."""
+    if config.optim != SCHEDULE_FREE:
+        return []
+    optim = f"with optim={config.optim}"
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.lr_scheduler_type != "constant",
+         "lr_scheduler_type", config.lr_scheduler_type, f"{optim}, whose average takes the place of a decay",
+         "use constant, with warmup_steps"),
+        (config.warmup_ratio > 0 and not config.warmup_steps,
+         "warmup_ratio", config.warmup_ratio, f"{optim}, which does not know how long the run is", "use warmup_steps"),
+        (config.adam_beta1 == 0,
+         "adam_beta1", 0, f"{optim}: gradients would be taken far from the average", "use 0.9 to 0.98"),
+        (config.ema_decay is not None,
+         "ema_decay", config.ema_decay, f"{optim}, which exports an average already", "leave it out"),
+        (config.objective_spec.samples,
+         "optim", config.optim, f"with objective={config.objective}: answers would not be sampled by what is exported",
+         "use adamw"),
+    ]  # fmt: skip
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 
 
 def _mix_conflicts(config: TrainConfig) -> list[Mistake]:

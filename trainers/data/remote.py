@@ -55,60 +55,56 @@ def _files_at(url: str, split: str, option: str) -> list[DataFile]:
     """The files at a URL: one, those of a pattern, or those of a split below a folder."""
     import fsspec
 
-    display_name = without_secrets(url)
+    label = without_secrets(url)
     try:
         fs, path = fsspec.url_to_fs(url)
         is_pattern = any(letter in path for letter in "*?[")
         if url.startswith(("http://", "https://")) or not (is_pattern or fs.isdir(path)):
-            return [_file_at(url, display_name, option)]
+            return [_file_at(url, label, option)]
         paths = sorted(fs.glob(path) if is_pattern else fs.find(path))
     except ConfigError:
         raise
     except Exception as error:
-        raise _unreachable(option, display_name, error) from None
+        raise _unreachable(option, label, error) from None
     names = [name for name in paths if PurePosixPath(name).suffix.lower() in KINDS]
     if not names:
-        raise ConfigError(f"{option}={display_name} has no data file; it needs files ending in {', '.join(KINDS)}")
-    chosen = files_of_split(names, split, display_name, "dataset_split", explicit=is_pattern).names
+        raise ConfigError(f"{option}={label} has no data file; it needs files ending in {', '.join(KINDS)}")
+    chosen = files_of_split(names, split, label, "dataset_split", explicit=is_pattern).names
     return [_file_at(fs.unstrip_protocol(name), name, option) for name in chosen]
 
 
-def _file_at(url: str, display_name: str, option: str) -> DataFile:
+def _file_at(url: str, label: str, option: str) -> DataFile:
     import fsspec
 
     if os.path.isabs(url):  # a data set on disk
-        return DataFile(
-            url, display_name, PurePosixPath(url).name, _kind(url, display_name, option), os.path.getsize(url)
-        )
-    kind = _kind(url.partition("?")[0], display_name, option)
+        return DataFile(url, label, PurePosixPath(url).name, _kind(url, label, option), os.path.getsize(url))
+    kind = _kind(url.partition("?")[0], label, option)
     try:
         fs, path = fsspec.url_to_fs(url)
         facts = fs.info(path)
     except Exception as error:
-        raise _unreachable(option, display_name, error) from None
+        raise _unreachable(option, label, error) from None
     version = next((str(facts[name]) for name in _VERSIONS if facts.get(name)), "")
     if not facts.get("size") or not version:
         missing = "size" if not facts.get("size") else "version (ETag or Last-Modified)"
-        raise ConfigError(f"{option}={display_name}: the server does not tell the {missing} of the file; download it")
-    return DataFile(url, display_name, PurePosixPath(url).name, kind, int(facts["size"]), version=version)
+        raise ConfigError(f"{option}={label}: the server does not tell the {missing} of the file; download it")
+    return DataFile(url, label, PurePosixPath(url).name, kind, int(facts["size"]), version=version)
 
 
-def _kind(path: str, display_name: str, option: str) -> str:
+def _kind(path: str, label: str, option: str) -> str:
     suffix = PurePosixPath(path).suffix.lower()
     if suffix not in KINDS:
         known = ", ".join(KINDS)
-        raise ConfigError(f"{option}: {display_name} ends in {suffix or 'nothing'!r}, and files are read in place if they end "
+        raise ConfigError(f"{option}: {label} ends in {suffix or 'nothing'!r}, and files are read in place if they end "
                           f"in one of {known}; leave out dataset_streaming, or convert it")  # fmt: skip
     return KINDS[suffix]
 
 
-def _unreachable(option: str, display_name: str, error: Exception) -> ConfigError:
+def _unreachable(option: str, label: str, error: Exception) -> ConfigError:
     if isinstance(error, FileNotFoundError):
-        return ConfigError(f"{option}={display_name} does not exist, or its server is out of reach; check the URL")
+        return ConfigError(f"{option}={label} does not exist, or its server is out of reach; check the URL")
     reason = without_secrets(str(error).partition("\n")[0][:200] or type(error).__name__)
-    return ConfigError(
-        f"{option}={display_name} cannot be read: {reason}; check the URL, and credentials in the environment"
-    )
+    return ConfigError(f"{option}={label} cannot be read: {reason}; check the URL, and credentials in the environment")
 
 
 def open_file(file: DataFile) -> BinaryIO:
@@ -133,7 +129,6 @@ class RemoteFile(io.RawIOBase):
     def __init__(self, file: DataFile):
         import fsspec
 
-        self._name = file.display_name
         fs, path = fsspec.url_to_fs(file.path)
         self._file: Any = self._try(lambda: fs.open(path, "rb", cache_type="none", size=file.size))
 

@@ -110,6 +110,12 @@ class FullySharded(Backend):
             self.model.set_requires_all_reduce(last)
         return nullcontext()
 
+    def reshard(self) -> None:
+        """See `Backend`; FSDP 2 leaves the root gathered without a backward pass."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
         """See `Backend`."""
         if self.version == 1:

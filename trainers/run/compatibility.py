@@ -49,6 +49,8 @@ FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
+LATER_OPTIONS = {"ema_decay": None}
+"""Options that determine what is saved and that older checkpoints do not name, with the values that those had."""
 STRUCTURE = ("method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "modules_to_save", "use_dora",
              "num_hidden_layers")  # fmt: skip
 """Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
@@ -118,7 +120,7 @@ def recorded_versions(config: TrainConfig) -> dict[str, str]:
 
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:
     """Returns each option whose value differs from when the checkpoint was saved."""
-    then, step = manifest["config"], manifest["step"]
+    then, step = {**LATER_OPTIONS, **manifest["config"]}, manifest["step"]
     return [
         Mistake(name, text_of(value), f", and {text_of(then[name])} when the checkpoint of step {step} was saved")
         for name, value in config.items()
@@ -171,7 +173,9 @@ def refusals(
 
 
 def _has_other_states(option: str, then: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether an option's change leaves the optimizer with states that it does not know."""
+    """Whether an option's change leaves the optimizer without states that it needs, or with others."""
+    if option == "ema_decay":
+        return None in (then.get(option), now[option])
     return option == "optim" and not {then["optim"], now["optim"]} <= {*ADAMW}
 
 
