@@ -40,7 +40,7 @@ from trainers.model.load import (
     stored_dtype,
     weight_files,
 )
-from trainers.model.lora import add_adapters
+from trainers.model.lora import add_adapters, token_adapters
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
@@ -221,7 +221,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     else:  # the stock forward pass scores the last token that is no padding
         base.config.get_text_config().pad_token_id = base.config.pad_token_id = padding_token(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(base.config.pad_token_id)
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
+    more = {"save_embedding_layers": False} if token_adapters(model) else {}  # the rows of new tokens are enough
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True, **more)
     tokenizer.save_pretrained(folder)
 
 
@@ -349,6 +350,7 @@ def _loading(config: TrainConfig, kind: str) -> str:
             f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
             f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
             f"model = AutoModelForCausalLM.from_pretrained({where}, config=scaled{more})",
+            *_enlarging(config),
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]
     return "\n".join(
@@ -357,6 +359,11 @@ def _loading(config: TrainConfig, kind: str) -> str:
             "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens",
         ]
     )
+
+
+def _enlarging(config: TrainConfig) -> list[str]:
+    """The line that gives a base model rows for new tokens, where `AutoPeftModel` does not; the adapter has them."""
+    return ["model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))"] if config.new_tokens else []
 
 
 def _loading_scores(config: TrainConfig, kind: str) -> str:
@@ -370,6 +377,7 @@ def _loading_scores(config: TrainConfig, kind: str) -> str:
         lines += [
             f"settings = AutoConfig.from_pretrained({'folder' + scaled if scaled else base}, num_labels=1)",
             f"model = AutoModelForSequenceClassification.from_pretrained({base}, config=settings)",
+            *_enlarging(config),
             "model.config.pad_token_id = tokenizer.pad_token_id",
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]

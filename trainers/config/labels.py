@@ -10,6 +10,8 @@ LABELS = {
     "trust_remote_code": "Allow the model's own code",
     "random_init": "Start from random weights",
     "num_hidden_layers": "Keep only the first layers",
+    "new_tokens": "Tokens to add",
+    "pad_vocab_to_multiple_of": "Vocabulary is a multiple of",
     "rope_scaling": "Extend the context (RoPE scaling)",
     "rope_factor": "Context, times the original",
     "rope_original_max_positions": "Original context",

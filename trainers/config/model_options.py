@@ -13,6 +13,7 @@ from trainers.config.option_types import (
     Optionally,
     OptionGroup,
     RankPattern,
+    TokenNames,
     option,
 )
 
@@ -34,6 +35,10 @@ class ModelOptions(OptionGroup):
     """Initialize the weights randomly from `seed` instead of loading the pretrained ones."""
     num_hidden_layers: Annotated[int | None, Optionally] = option("model", None, "layers", ge=1, le=10**6)
     """Keep only the first N decoder layers, to try out a model that would not fit."""
+    new_tokens: TokenNames = option("model", [])
+    """Tokens to add to the vocabulary: `<think>,</think>`; they begin as the mean of all others."""
+    pad_vocab_to_multiple_of: Annotated[int | None, Optionally] = option("model", None, "tokens", ge=2, le=2**16)
+    """Pad embedding and head with unused tokens, to a multiple of this number."""
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = option("model", "none")
     """Scale the rotary position embeddings for rows longer than the model supports; none: as the model is."""
     rope_factor: Annotated[float | None, Optionally] = option("model", None, "times", gt=1, le=1000)

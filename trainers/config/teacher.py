@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
@@ -15,10 +16,10 @@ _FROZEN = {
 }  # fmt: skip
 """Not those of the model that is trained. Weights are in the compute dtype, as those of any frozen model are; some may
 be unused."""
-_AS_IT_IS = {
+_AS_IT_IS: dict[str, Any] = {
     "model_revision": None, "from_run": None, "trust_remote_code": False, "random_init": False,
     "num_hidden_layers": None, "rope_scaling": "none", "rope_factor": None, "rope_original_max_positions": None,
-    "chat_template": None,
+    "chat_template": None, "new_tokens": [], "pad_vocab_to_multiple_of": None,
 }  # fmt: skip
 """A teacher is another model; code of its own is never run."""
 

@@ -117,6 +117,9 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "use method=full or merge_adapter"),
         (config.random_init and method == "qlora",
          "random_init", True, "with method=qlora: there are no pretrained weights to quantize", "use method=full"),
+        (config.pad_vocab_to_multiple_of is not None and method != "full",
+         "pad_vocab_to_multiple_of", config.pad_vocab_to_multiple_of,
+         f"with method={method}: peft pads no base that it loads for an adapter", "use method=full, or leave it out"),
         (bool(config.freeze) and method == "full" and config.mixed_precision == "fp8",
          "freeze", ",".join(config.freeze), "with mixed_precision=fp8, which only trained layers compute in",
          "use bf16"),
@@ -218,6 +221,8 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "teacher", None, f"is not set, {objective}",
          "name the model to learn from: a Hub id, a folder, or a run that is done"
          + (" (`tunesmith train tiny-full` trains one)" if config.model_name_or_path == EMBEDDED else "")),
+        (spec.teacher and bool(config.new_tokens),
+         "new_tokens", ",".join(config.new_tokens), f"{objective}, whose teacher does not know them", "leave it out"),
         (config.beta == 0 and "beta" in spec.defaults and not spec.samples,
          "beta", 0, f"{objective}: nothing would be learned", "use more than 0"),
         (config.penalizes_kl and config.loss_type == "rloo",

@@ -22,7 +22,7 @@ from trainers.objectives.distillation import Head, attach, compare_heads
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import Score, VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss, TokenLoss
-from trainers.objectives.output_head import HeadRule, find_head_rule, scalar_head
+from trainers.objectives.output_head import HeadRule, find_head_rule, head_weights, scalar_head
 from trainers.objectives.sampling import SampleRequest, sample
 from trainers.objectives.sft import linear_cross_entropy
 
@@ -181,7 +181,7 @@ class LossModule(nn.Module):
             with torch.autocast(input_ids.device.type, enabled=False):
                 loss, metrics = _summed(self._end_scores(picked), labels, score)
             return _with_balance(loss, output, real_tokens, expert_weights), metrics
-        head = self.base.get_output_embeddings()
+        head = head_weights(self.base.get_output_embeddings())
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
             if taught is not False:
                 loss, metrics = self._taught(batch, picked, taught)

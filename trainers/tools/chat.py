@@ -212,6 +212,7 @@ def _full_model(config: TrainConfig, weights: Path) -> Any:
     if not _is_checkpoint(weights):
         own: dict[str, Any] = {"model_name_or_path": str(weights), "model_revision": None, "random_init": False}
         own |= {"num_hidden_layers": None, "rope_scaling": "none"}  # its config.json has both
+        own |= {"new_tokens": [], "pad_vocab_to_multiple_of": None}
         return load_base(_frozen(config.model_copy(update=own)))
     model = load_base(_frozen(config)).to(compute_dtype(config))
     with _refusing_damage(weights):

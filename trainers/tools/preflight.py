@@ -57,7 +57,8 @@ _UNREAD = "the headers of the weight files could not be read from the Hub; the s
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor", "rope_original_max_positions", "freeze",
-                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora")  # fmt: skip
+                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora", "new_tokens",
+                  "pad_vocab_to_multiple_of")  # fmt: skip
 
 
 def check(

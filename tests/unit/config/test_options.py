@@ -74,6 +74,12 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
             "lora_rank_pattern='((a+)+)+x=8' is refused: value error, ((a+)+)+x is not",
         ),
         ({"lora_alpha_pattern": "(=8"}, "lora_alpha_pattern='(=8' is refused: value error, ( is no regular expression"),
+        ({"new_tokens": ["<a>", " "]}, "new_tokens=['<a>', ' '] is refused: value error, ' ' is blank"),
+        ({"new_tokens": ["a\x1b[2J"]}, "new_tokens=['a\\x1b[2J'] is refused: value error, 'a\\x1b[2J' is blank, or"),
+        ({"new_tokens": "<a>,<b>,<a>"}, "new_tokens='<a>,<b>,<a>' is refused: value error, <a> is there twice"),
+        ({"new_tokens": "<a>", "objective": "distill", "teacher": "x"}, "new_tokens=<a> with objective=distill, whose"),
+        ({"pad_vocab_to_multiple_of": 1}, "pad_vocab_to_multiple_of=1 is refused"),
+        ({"pad_vocab_to_multiple_of": 8}, "pad_vocab_to_multiple_of=8 with method=lora: peft pads no base"),
         ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),
         ({"method": "qlora", "modules_to_save": "lm_head"}, "modules_to_save=lm_head with method=qlora"),
         (
