@@ -19,8 +19,10 @@ from trainers.model.adapter import Adapter
 from trainers.model.attention import KERNELS
 from trainers.model.load import build_model, build_unread, load_base
 from trainers.model.lora import add_adapters
+from trainers.model.sizes import matmul_parameters
 from trainers.model.vocabulary import GrownTensor
 from trainers.objectives.loss_module import LossModule
+from trainers.tools.memory_estimate import empty_model, read_config
 
 TOKENS = ["<a>", "<b>", "<c>"]
 VOCABULARY = 1024
@@ -162,3 +164,16 @@ def test_a_saved_embedding_has_the_new_rows(tmp_path: Path) -> None:
         ("lm_head.token_adapter.trainable_tokens_delta.default", (3, TINY["hidden_size"])),
         ("model.embed_tokens.modules_to_save.default.weight", (1027, TINY["hidden_size"])),
     ]
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_an_estimate_counts_the_weights_of_new_tokens(method: str) -> None:
+    settings = config(method=method, new_tokens=TOKENS)
+    model, empty = build_unread(settings)[0], empty_model(settings, read_config(settings))
+    counts = [sum(weight.numel() for weight in each.parameters() if weight.requires_grad) for each in (model, empty)]
+    assert counts[0] == counts[1]
+    assert matmul_parameters(model) == matmul_parameters(empty)
+    plain = config(method=method)
+    fewer = sum(weight.numel() for weight in build_unread(plain)[0].parameters() if weight.requires_grad)
+    assert counts[0] - fewer == len(TOKENS) * 128
+    assert sum(matmul_parameters(model)) - sum(matmul_parameters(build_unread(plain)[0])) == len(TOKENS) * 128
