@@ -25,6 +25,7 @@ LABELS = {
     "lora_alpha_pattern": "Scalings of some modules",
     "lora_dropout": "Adapter dropout",
     "lora_target_modules": "Modules with adapters",
+    "lora_target_parameters": "Experts with adapters",
     "modules_to_save": "Modules trained in full as well",
     "loraplus_lr_ratio": "Rate of B over that of A",
     "use_rslora": "Scaling stable at high ranks",

@@ -70,6 +70,8 @@ class MethodOptions(OptionGroup):
     """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
     lora_target_modules: Names = option("method", ["all-linear"], min_length=1)
     """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
+    lora_target_parameters: Names = option("method", [])
+    """Stacked weights that get adapters too, as experts have them: `experts.gate_up_proj`."""
     modules_to_save: Names = option("method", [])
     """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
     use_rslora: bool = option("method", False)

@@ -80,7 +80,7 @@ def _default_hint(name: str) -> str:
 
 def conflicting_options(config: TrainConfig) -> list[Mistake]:
     """Returns a mistake for each combination of options that is not allowed."""
-    evaluates, method = config.has_evaluation(), config.method
+    evaluates = config.has_evaluation()
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.load_best_model_at_end and not evaluates,
          "load_best_model_at_end", True, "without evaluation data", "set eval_dataset_name or eval_share"),
@@ -110,6 +110,28 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (config.attn_implementation == "documents" and config.torch_compile,
          "attn_implementation", "documents", "has new shapes at each step, all of them compiled by torch_compile=true",
          "use auto"),
+        (config.resume_from_checkpoint == "auto" and config.output_dir is None,
+         "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
+         ""),
+    ]  # fmt: skip
+    return [
+        *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
+        *_method_conflicts(config),
+        *_mix_conflicts(config),
+        *_objective_conflicts(config),
+        *_unknown_columns(config),
+        *(
+            Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
+            for name in config.report_to
+            if name not in TRACKERS
+        ),
+    ]
+
+
+def _method_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit the method."""
+    method = config.method
+    rules: list[tuple[bool, str, object, str, str]] = [
         (config.merge_adapter and method == "full",
          "merge_adapter", True, "with method=full: there is no adapter", "leave it out"),
         (config.random_init and method == "lora" and not config.merge_adapter,
@@ -126,6 +148,15 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (bool(config.modules_to_save) and method == "qlora",
          "modules_to_save", ",".join(config.modules_to_save), "with method=qlora, whose modules are in 4 bits",
          "use lora"),
+        (bool(config.lora_target_parameters) and method == "qlora",
+         "lora_target_parameters", ",".join(config.lora_target_parameters),
+         "with method=qlora, which quantizes no stack", "use lora"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.lora_dropout > 0,
+         "lora_dropout", config.lora_dropout, "with lora_target_parameters: peft drops no inputs of stacked weights",
+         "use 0"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.use_dora,
+         "use_dora", True, "with lora_target_parameters: peft has no norms of stacked weights",
+         "leave one of them out"),
         (config.use_dora and method == "qlora",
          "use_dora", True, "with method=qlora, which would dequantize every weight twice in each pass", "use lora"),
         (config.mixed_precision == "fp8" and method != "full",
@@ -137,21 +168,8 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (not config.master_weights and config.optim not in ADAMW,
          "master_weights", False, f"with optim={config.optim}: AdamW alone rounds its updates to bf16 by chance",
          "leave it out, or use adamw"),
-        (config.resume_from_checkpoint == "auto" and config.output_dir is None,
-         "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
-         ""),
     ]  # fmt: skip
-    return [
-        *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
-        *_mix_conflicts(config),
-        *_objective_conflicts(config),
-        *_unknown_columns(config),
-        *(
-            Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
-            for name in config.report_to
-            if name not in TRACKERS
-        ),
-    ]
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 
 
 def _mix_conflicts(config: TrainConfig) -> list[Mistake]:

@@ -16,7 +16,7 @@ from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError
 from trainers.config.model_options import matching_patterns
 from trainers.config.options import TrainConfig
-from trainers.model.experts import router_names
+from trainers.model.experts import refuse_other_stacks, router_names
 from trainers.model.probe import in_one_line
 from trainers.model.reachability import reach_noted, text_parts
 from trainers.model.stored import NormsOf, Source, replace
@@ -51,6 +51,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         spared += router_names(base) + _unadapted(base) + _saved(base, config)
     if complete:
         _refuse_unsaved(base, config)
+        refuse_other_stacks(base, config)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -61,6 +62,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        target_parameters=[*config.lora_target_parameters] or None,
         modules_to_save=[*config.modules_to_save] or None,
         trainable_token_indices=_token_rows(base, config) or None,
         task_type="SEQ_CLS" if config.objective_spec.scalar_head else "CAUSAL_LM",  # the former trains its head in full

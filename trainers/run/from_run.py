@@ -45,7 +45,7 @@ _HEADS = ("classifier", "score")
 """What peft adds to the `modules_to_save` of an adapter with a scalar head."""
 _UNDERSTOOD = frozenset({
     "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
-    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "trainable_token_indices",
+    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "trainable_token_indices", "target_parameters",
     "peft_type", "task_type", "peft_version", "inference_mode", "init_lora_weights", "exclude_modules",
     "megatron_core", "qalora_group_size",
 })  # fmt: skip
@@ -280,6 +280,7 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
     own["use_dora"] = saved.get("use_dora", False)
     own |= {f"lora_{name}": saved.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     own["modules_to_save"] = [name for name in saved.get("modules_to_save") or [] if name not in _HEADS]
+    own["lora_target_parameters"] = trained.get("lora_target_parameters", saved.get("target_parameters") or [])
     own["lora_target_modules"] = trained.get("lora_target_modules") or sorted(targets)
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 

@@ -86,6 +86,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     splits = strategy.splits_model
     # Adding adapters reveals names that match no module, and counts the adapters on experts.
     patterns = config.lora_rank_pattern or config.lora_alpha_pattern or config.modules_to_save or config.new_tokens
+    patterns = patterns or config.lora_target_parameters
     special = config.lora_target_modules != ["all-linear"] or patterns or config.use_dora
     if config.method != "full" and (splits or special or any(map(is_expert, headers or {}))):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

@@ -58,6 +58,7 @@ _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trus
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor", "rope_original_max_positions", "freeze",
                   "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora", "new_tokens",
+                  "lora_target_parameters",
                   "pad_vocab_to_multiple_of")  # fmt: skip
 
 

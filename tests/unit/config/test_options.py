@@ -80,6 +80,9 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"new_tokens": "<a>", "objective": "distill", "teacher": "x"}, "new_tokens=<a> with objective=distill, whose"),
         ({"pad_vocab_to_multiple_of": 1}, "pad_vocab_to_multiple_of=1 is refused"),
         ({"pad_vocab_to_multiple_of": 8}, "pad_vocab_to_multiple_of=8 with method=lora: peft pads no base"),
+        ({"lora_target_parameters": "experts.w", "lora_dropout": 0.1}, "lora_dropout=0.1 with lora_target_parameters"),
+        ({"lora_target_parameters": "experts.w", "use_dora": True}, "use_dora=true with lora_target_parameters"),
+        ({"lora_target_parameters": "a", "method": "qlora"}, "lora_target_parameters=a with method=qlora, which"),
         ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),
         ({"method": "qlora", "modules_to_save": "lm_head"}, "modules_to_save=lm_head with method=qlora"),
         (
@@ -151,14 +154,15 @@ def test_idle_choices_are_warned_of() -> None:
 
 def test_every_option_of_adapters_is_ignored_without_adapters() -> None:
     adapters: dict[str, object] = {"lora_rank_pattern": "q_proj=4", "lora_alpha_pattern": "q_proj=4"}
-    adapters |= {"modules_to_save": "lm_head", "use_dora": True}
+    adapters |= {"modules_to_save": "lm_head", "use_dora": True, "lora_target_parameters": "experts.w"}
     assert [mistake.option for mistake in ignored_choices(build(BASE | {"method": "full"} | adapters))] == [
         "lora_alpha_pattern",
         "lora_rank_pattern",
+        "lora_target_parameters",
         "modules_to_save",
         "use_dora",
     ]
-    lora = build(BASE | {"method": "lora", "freeze": "norm"} | adapters)
+    lora = build(BASE | {"method": "lora", "freeze": "norm"} | adapters | {"use_dora": False})
     assert [mistake.option for mistake in ignored_choices(lora)] == ["freeze"]
 
 
