@@ -207,7 +207,7 @@ def with_tokens(settings: TrainConfig, grows: bool = True, multiple: int | None 
     ("strategy", "method"),
     mostly_long(
         [(name, "lora") for name in [*UNSPLIT, "cp"]] + [(name, "full") for name in [*STRATEGIES, "cp"]],
-        [("tp", "full")],
+        [],
     ),
 )
 def test_new_tokens_train_as_in_stock_transformers_and_peft(strategy: str, method: str) -> None:
@@ -262,3 +262,40 @@ def test_new_tokens_after_a_resume_when_merged_and_in_a_run_from_the_adapter(unt
     assert further.series("loss")[0] < first.series("loss")[0] - 0.1  # control: rows and adapters from the beginning
     for finished, kind in ((further, AutoPeftModelForCausalLM), (full, AutoModelForCausalLM)):
         torch.testing.assert_close(logits_of(finished.run.model, ids, kind), expected, rtol=0, atol=1.0)
+
+
+PISSA = {"init_lora_weights": "pissa", "lora_rank_pattern": "down_proj=4", "lora_alpha_pattern": "q_proj=16"}
+
+
+def with_principal(settings: TrainConfig, first: Any = "pissa") -> nn.Module:
+    patterns: dict[str, Any] = {"rank_pattern": {"down_proj": 4}, "alpha_pattern": {"q_proj": 16}}
+    return plain.build(settings, init_lora_weights=first, **patterns)
+
+
+@pytest.mark.parametrize("strategy", mostly_long([*STRATEGIES, "cp"], ["single"]))
+def test_adapters_that_begin_as_singular_vectors_are_those_of_peft(strategy: str, tmp_path: Path) -> None:
+    settings = config("lora", True, **PISSA)
+    finished = run(processes(strategy), "lora", True, strategy, **PISSA)
+    assert curve(finished).agrees(plain.train(settings, build=with_principal))
+    if strategy == "single":  # control
+        assert not curve(finished).agrees(plain.train(settings, build=partial(with_principal, first=True)))
+    # Stock peft loads the adapter onto the unchanged base.
+    ids = torch.arange(40)[None]
+    exported = logits_of(finished.run.model, ids, AutoPeftModelForCausalLM)
+    assert (exported - logits_of(BASE_DIR, ids)).abs().max() > 0.1
+    export_again(finished.run, tmp_path / "merged", "merged", None)
+    torch.testing.assert_close(logits_of(tmp_path / "merged", ids), exported, rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+def test_such_adapters_after_a_resume_and_in_a_run_from_their_export(tmp_path: Path) -> None:
+    undisturbed = run(1, "lora", True, "single", **PISSA)
+    more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
+    again = launch_well(tmp_path / "again", 1, options("lora", True, **PISSA) | more, strategy="single")
+    assert equal_after_resume(undisturbed, again)
+    further = run(1, "lora", True, "single", from_run=str(undisturbed.run.model), max_steps=1)
+    assert "lora_r: 32\n" in (further.run.path / "config.yaml").read_text()
+    eager: dict[str, Any] = {"attn_implementation": "eager", "is_trainable": True}
+    stock = AutoPeftModelForCausalLM.from_pretrained(undisturbed.run.model, **eager)
+    expected = plain.train(config("lora", True, max_steps=1), build=lambda settings: stock)
+    assert further.series("loss") == pytest.approx(expected.losses, abs=1e-5)

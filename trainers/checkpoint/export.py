@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
 from trainers.checkpoint.scratch import Scratch, map_weights
-from trainers.checkpoint.weights import load_weights, refuse_other_base
+from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
 from trainers.config.mistakes import ConfigError
 from trainers.config.objective_file import short_name
 from trainers.config.options import TrainConfig
@@ -41,6 +41,7 @@ from trainers.model.load import (
     weight_files,
 )
 from trainers.model.lora import add_adapters, token_adapters
+from trainers.model.principal import first_adapter, leave_residual, save_as_plain
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
@@ -87,6 +88,8 @@ def _trained(folder: Path, config: TrainConfig, scratch: Scratch) -> nn.Module:
     model, stored = build_unread(config)
     refuse_other_base(read_manifest(folder), model, stored)
     load_weights(folder, model, stored)
+    if config.method != "full" and config.init_lora_weights == "pissa":
+        leave_residual(model, stored, saved_factors(folder))
     map_weights(model, stored, scratch)
     return model
 
@@ -123,7 +126,7 @@ def export(
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         temporary.mkdir()
     try:
-        tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
+        tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         card = partial(model_card, config, kind, results, stages)
         probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
@@ -187,6 +190,8 @@ def _write_model(
         rounding = trainer_loss(model, probes, compute) - exact
     _cast(model, dtype, only_trained, scratch)
     _write(model, tokenizer, folder)
+    if kind == "adapter" and config.init_lora_weights == "pissa":
+        save_as_plain(folder, first_adapter(model))
     if kind == "adapter" and config.rope_scaling != "none":
         load_model_config(config).save_pretrained(folder / BASE)
     return expected, rounding
@@ -205,7 +210,9 @@ def _untie(base: Any, scratch: Scratch) -> None:
         model_config.tie_word_embeddings = False
 
 
-def _export_dtype(config: TrainConfig) -> torch.dtype:
+def _export_dtype(config: TrainConfig, kind: str) -> torch.dtype:
+    if kind == "adapter" and config.init_lora_weights == "pissa":
+        return torch.float32  # a small difference of two products, which rounding would lose
     return stored_dtype(config) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
 
 

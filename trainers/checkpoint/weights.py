@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from trainers.config.mistakes import ConfigError
+from trainers.model.principal import PREFIX
 from trainers.model.stored import Source, tensors_in
 from trainers.parallel.backend import trained_weights
 from trainers.parallel.shards import WEIGHT
 from trainers.run.manifest import read_manifest
 
+EXTRA = "extra."
+"""Prefix of the names of tensors in checkpoints that are no state of the model."""
 OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
 NOTHING: Mapping[str, Source] = MappingProxyType({})
 
@@ -58,6 +61,13 @@ def refuse_other_base(manifest: dict[str, Any], model: nn.Module, stored: Mappin
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of an unwrapped model that a checkpoint contains: trained weights and persistent buffers."""
     return dict(trained_weights(model)) | {name: model.get_buffer(name) for name in persistent_buffers(model)}
+
+
+def saved_factors(folder: Path) -> dict[str, torch.Tensor]:
+    """The first adapters that a checkpoint holds, if its run subtracts them from the base (PiSSA)."""
+    files = [folder / file for file in sorted(read_manifest(folder)["files"])]
+    tensors = {name.removeprefix(EXTRA): tensor for file in files for name, tensor in tensors_in(file).items()}
+    return {name: tensor.mapped() for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
 def load_weights(folder: Path, model: nn.Module, stored: dict[str, Source] | None = None) -> None:

@@ -28,6 +28,8 @@ LABELS = {
     "lora_target_parameters": "Experts with adapters",
     "modules_to_save": "Modules trained in full as well",
     "loraplus_lr_ratio": "Rate of B over that of A",
+    "init_lora_weights": "First weights of adapters",
+    "neftune_noise_alpha": "Noise on embeddings (NEFTune)",
     "use_rslora": "Scaling stable at high ranks",
     "use_dora": "Magnitude trained apart (DoRA)",
     # Objective

@@ -104,7 +104,8 @@ class TrainPlan:
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
         chosen, rows = self.rows_of(step), self.rows
-        micro_batches, mismatched = rows.collate_each(self.shares(step, rank), rows.scales(chosen)), list[MicroBatch]()
+        micro_batches = rows.collate_each(self.shares(step, rank), rows.scales(chosen), step)
+        mismatched = list[MicroBatch]()
         trained, tokens, squared = (
             int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths)
         )

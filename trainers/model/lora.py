@@ -17,6 +17,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.model_options import matching_patterns
 from trainers.config.options import TrainConfig
 from trainers.model.experts import refuse_other_stacks, router_names
+from trainers.model.principal import refuse_without_vectors
 from trainers.model.probe import in_one_line
 from trainers.model.reachability import reach_noted, text_parts
 from trainers.model.stored import NormsOf, Source, replace
@@ -98,6 +99,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
             f"use all-linear, or some of {', '.join(names)}",
         )
     _refuse_merging_tied(config, base, got)
+    refuse_without_vectors(config, model)
     if complete:
         _refuse_unclear_patterns(config, [*got, *model.targeted_parameter_names])
     return model

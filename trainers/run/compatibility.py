@@ -48,8 +48,10 @@ FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
-STRUCTURE = ("method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_parameters",
-             "modules_to_save", "use_dora", "num_hidden_layers", "new_tokens", "pad_vocab_to_multiple_of")  # fmt: skip
+STRUCTURE = (
+    "method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_parameters",
+    "modules_to_save", "use_dora", "init_lora_weights", "num_hidden_layers", "new_tokens", "pad_vocab_to_multiple_of",
+)  # fmt: skip
 """Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
 
 

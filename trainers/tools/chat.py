@@ -131,6 +131,9 @@ def _read(config: TrainConfig, request: dict[str, Any]) -> Generator[dict[str, A
     if not _is_checkpoint(weights) and any((weights / name).exists() for name in _ADAPTER):
         return None, _exported_adapter(config, weights)
     if _is_checkpoint(weights) and config.method != "full":
+        if config.init_lora_weights == "pissa":
+            problem = ": its adapters fit a base from which their first weights are subtracted"
+            raise ConfigError.about("weights", weights.name, problem, "export the checkpoint with `tunesmith export`")
         tuned = add_adapters(load_base(config), config)
         yield {"loading": f"reading the adapter of {weights.name}"}
         _fill(tuned, weights)

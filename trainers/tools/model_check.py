@@ -52,6 +52,11 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
 
 
+_SPECIAL = ("lora_rank_pattern", "lora_alpha_pattern", "lora_target_parameters", "modules_to_save", "use_dora",
+            "init_lora_weights", "new_tokens")  # fmt: skip
+"""Options of adapters that a model may contradict, or that change how many weights they have."""
+
+
 def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
     """Checks whether a model can be trained; only reads its config and tokenizer.
 
@@ -85,9 +90,9 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     freeze_unreached(model, reach)
     splits = strategy.splits_model
     # Adding adapters reveals names that match no module, and counts the adapters on experts.
-    patterns = config.lora_rank_pattern or config.lora_alpha_pattern or config.modules_to_save or config.new_tokens
-    patterns = patterns or config.lora_target_parameters
-    special = config.lora_target_modules != ["all-linear"] or patterns or config.use_dora
+    special = config.lora_target_modules != ["all-linear"] or any(
+        getattr(config, name) != TrainConfig.model_fields[name].default for name in _SPECIAL
+    )
     if config.method != "full" and (splits or special or any(map(is_expert, headers or {}))):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)

@@ -24,6 +24,7 @@ from trainers.data.batches import TrainPlan
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.mix import MixedSet
+from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
@@ -58,7 +59,7 @@ _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trus
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor", "rope_original_max_positions", "freeze",
                   "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora", "new_tokens",
-                  "lora_target_parameters",
+                  "lora_target_parameters", "init_lora_weights",
                   "pad_vocab_to_multiple_of")  # fmt: skip
 
 
@@ -154,6 +155,8 @@ def make_rows(
         documents, *layout, documents.desirable if spec.labelled else None, mismatched, _columns(spec, documents),
         teacher,
     )  # fmt: skip
+    if split == "train" and config.neftune_noise_alpha > 0:
+        rows.noise = NoiseRule(config.neftune_noise_alpha, config.seed)
     rows.splits_loss = split == "train" and isinstance(documents, MixedSet) and spec.name == "sft"
     return rows
 

@@ -56,6 +56,7 @@ def test_an_address_that_is_not(url: str) -> None:
         ({"lora_rank_pattern": "q_proj=4"}, "lora_rank_pattern=q_proj=4 with sampler_url: the server scales"),
         ({"lora_alpha_pattern": "q_proj=4"}, "lora_alpha_pattern=q_proj=4.0 with sampler_url: the server scales"),
         ({"lora_target_parameters": "e.w"}, "lora_target_parameters=e.w with sampler_url: the server adds adapters to"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa with sampler_url: the server adds adapters to the"),
         ({"new_tokens": "<a>"}, "new_tokens=<a> with sampler_url: the server has the vocabulary of its base"),
         ({"use_dora": True}, "use_dora=true with sampler_url: the server adds adapters of plain LoRA"),
         ({"modules_to_save": "lm_head"}, "modules_to_save=lm_head with sampler_url: the server adds adapters"),
