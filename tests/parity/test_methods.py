@@ -230,6 +230,8 @@ def test_new_tokens_of_an_untied_head_train_as_in_stock_peft_and_load_back(strat
     saved = load_file(finished.run.model / "adapter_model.safetensors")
     rows = {name: tensor.shape[0] for name, tensor in saved.items() if "lora_" not in name}
     assert sorted(rows.values()) == [len(TOKENS)] * 2
+    if strategy == "single":  # control: rows as they are at random
+        assert not curve(finished).agrees(plain.train(settings, build=partial(with_tokens, grows=False)))
     loaded = AutoPeftModelForCausalLM.from_pretrained(finished.run.model, attn_implementation="eager")
     assert loaded.get_base_model().lm_head.weight.shape[0] == 1024 + len(TOKENS)
 
