@@ -54,6 +54,7 @@ from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import refuse_unsplittable_rows, share_rows
 from trainers.parallel.shards import check_coverage
 from trainers.parallel.tensor import split_model
+from trainers.principal import set_initial_adapter
 from trainers.run.compatibility import plain, recorded_versions
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, read_json
@@ -166,6 +167,8 @@ def module(
     offloads = config.gradient_checkpointing and config.activation_offloading
     loss = LossModule(model, compute_dtype(config), offloads, document_loss(config))
     loss.stored = stored
+    if config.neftune_noise_alpha > 0:
+        loss.accept_noise()
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
     add_frozen(config, loss, splits)
@@ -374,7 +377,7 @@ def resume_folder(config: TrainConfig, checkpoints: Checkpoints) -> Path | None:
 def load_first_weights(
     config: TrainConfig, checkpoints: Checkpoints, folder: Path | None, loss: LossModule
 ) -> Progress:
-    """Loads the weights that this attempt begins with: those of a checkpoint, or of the run to start from.
+    """Loads the weights that this attempt begins with: those of a checkpoint, or of the run to start from. Collective.
 
     Args:
         config: the run's config.
@@ -385,13 +388,16 @@ def load_first_weights(
     Raises:
         ConfigError: if the adapter that `from_run` names does not fit.
     """
+    progress = Progress()
     if folder is not None:
-        return checkpoints.load(folder, loss.model, loss.stored)
-    if adapter_of(config):
+        progress = checkpoints.load(folder, loss.model, loss.stored)
+    elif adapter_of(config):
         from trainers.model.adapter import load_start  # imports peft, which other runs do without
 
         load_start(config, loss.model)
-    return Progress()
+    if config.method != "full" and config.init_lora_weights == "pissa":
+        set_initial_adapter(checkpoints, folder, loss)
+    return progress
 
 
 def _is_own(source: str, checkpoints: Checkpoints) -> bool:

@@ -27,7 +27,7 @@ from torch import nn
 
 from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
-from trainers.checkpoint.weights import OTHER_BASE, STATE, load_weights
+from trainers.checkpoint.weights import EXTRA, OTHER_BASE, STATE, load_weights
 from trainers.model.stored import Source
 from trainers.parallel.adafactor import MEANS
 from trainers.parallel.backend import Backend
@@ -39,7 +39,6 @@ from trainers.run.errors import TrainingError
 from trainers.run.folder import folder_identity, write_json
 from trainers.run.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 
-_EXTRA = "extra."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
 
 
@@ -218,7 +217,7 @@ class Checkpoints:
             means = means_of(backend.optimizer).items()
             tensors |= {f"{STATE}{name}.{key}": _copy(mean) for name, own in means for key, mean in own.items()}
             tensors |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
-            tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in self.extra.items()}
+            tensors |= {f"{EXTRA}{name}": tensor for name, tensor in self.extra.items()}
         # Generator states differ between ranks: each saves its own.
         return tensors | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
@@ -390,7 +389,7 @@ class Checkpoints:
         """
         error, tensors = None, dict[str, torch.Tensor]()
         try:
-            tensors = dict(_read(folder, _EXTRA))
+            tensors = dict(_read(folder, EXTRA))
         except _BAD as problem:
             error = problem
         self.ranks.agree(error, f"loading {folder}")

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
 from trainers.checkpoint.scratch import Scratch, map_weights
-from trainers.checkpoint.weights import load_weights, refuse_other_base
+from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
 from trainers.config.mistakes import ConfigError
 from trainers.config.objective_file import short_name
 from trainers.config.options import TrainConfig
@@ -40,7 +40,8 @@ from trainers.model.load import (
     stored_dtype,
     weight_files,
 )
-from trainers.model.lora import add_adapters
+from trainers.model.lora import add_adapters, token_adapters
+from trainers.model.principal import first_adapter, leave_residual, save_as_plain
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
@@ -89,6 +90,8 @@ def _trained(folder: Path, config: TrainConfig, averaged: bool, scratch: Scratch
     model, stored = build_unread(config)
     refuse_other_base(read_manifest(folder), model, stored)
     load_weights(folder, model, stored, averaged)
+    if config.method != "full" and config.init_lora_weights == "pissa":
+        leave_residual(model, stored, saved_factors(folder))
     map_weights(model, stored, scratch)
     return model
 
@@ -125,7 +128,7 @@ def export(
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         temporary.mkdir()
     try:
-        tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
+        tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         card = partial(model_card, config, kind, results, stages)
         probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
@@ -189,6 +192,8 @@ def _write_model(
         rounding = trainer_loss(model, probes, compute) - exact
     _cast(model, dtype, only_trained, scratch)
     _write(model, tokenizer, folder)
+    if kind == "adapter" and config.init_lora_weights == "pissa":
+        save_as_plain(folder, first_adapter(model))
     if kind == "adapter" and config.rope_scaling != "none":
         load_model_config(config).save_pretrained(folder / BASE)
     return expected, rounding
@@ -207,7 +212,9 @@ def _untie(base: Any, scratch: Scratch) -> None:
         model_config.tie_word_embeddings = False
 
 
-def _export_dtype(config: TrainConfig) -> torch.dtype:
+def _export_dtype(config: TrainConfig, kind: str) -> torch.dtype:
+    if kind == "adapter" and config.init_lora_weights == "pissa":
+        return torch.float32  # a small difference of two products, which rounding would lose
     return stored_dtype(config) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
 
 
@@ -223,7 +230,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     else:  # the stock forward pass scores the last token that is no padding
         base.config.get_text_config().pad_token_id = base.config.pad_token_id = padding_token(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(base.config.pad_token_id)
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
+    more = {"save_embedding_layers": False} if token_adapters(model) else {}  # the rows of new tokens are enough
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True, **more)
     tokenizer.save_pretrained(folder)
 
 
@@ -351,6 +359,7 @@ def _loading(config: TrainConfig, kind: str) -> str:
             f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
             f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
             f"model = AutoModelForCausalLM.from_pretrained({where}, config=scaled{more})",
+            *_enlarging(config),
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]
     return "\n".join(
@@ -359,6 +368,11 @@ def _loading(config: TrainConfig, kind: str) -> str:
             "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens",
         ]
     )
+
+
+def _enlarging(config: TrainConfig) -> list[str]:
+    """The line that gives a base model rows for new tokens, where `AutoPeftModel` does not; the adapter has them."""
+    return ["model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))"] if config.new_tokens else []
 
 
 def _loading_scores(config: TrainConfig, kind: str) -> str:
@@ -372,6 +386,7 @@ def _loading_scores(config: TrainConfig, kind: str) -> str:
         lines += [
             f"settings = AutoConfig.from_pretrained({'folder' + scaled if scaled else base}, num_labels=1)",
             f"model = AutoModelForSequenceClassification.from_pretrained({base}, config=settings)",
+            *_enlarging(config),
             "model.config.pad_token_id = tokenizer.pad_token_id",
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]

@@ -13,6 +13,7 @@ from torch import nn
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.optimizer_options import AVERAGE, SCHEDULE_FREE, STEPPED
+from trainers.model.principal import PREFIX
 from trainers.model.stored import Between, Source, StoredTensor, tensors_in
 from trainers.parallel.backend import trained_weights
 from trainers.parallel.shards import WEIGHT
@@ -21,6 +22,8 @@ from trainers.run.manifest import read_manifest
 STATE = "optim.state."
 """Start of the names of optimizer states: `optim.state.<weight>.<key>`."""
 _WEIGHTS = f"{WEIGHT}."
+EXTRA = "extra."
+"""Prefix of the names of tensors in checkpoints that are no state of the model."""
 OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
 NOTHING: Mapping[str, Source] = MappingProxyType({})
 
@@ -84,6 +87,13 @@ def _averages(tensors: Sequence[StoredTensor], model: nn.Module) -> dict[str, St
     if missing := [name for name, _ in trained_weights(model) if name not in averages]:
         raise ValueError(f"it has no moving average of {missing[0]}")
     return averages
+
+
+def saved_factors(folder: Path) -> dict[str, torch.Tensor]:
+    """The first adapters that a checkpoint holds, if its run subtracts them from the base (PiSSA)."""
+    files = [folder / file for file in sorted(read_manifest(folder)["files"])]
+    tensors = {name.removeprefix(EXTRA): tensor for file in files for name, tensor in tensors_in(file).items()}
+    return {name: tensor.mapped() for name, tensor in tensors.items() if name.startswith(PREFIX)}
 
 
 def load_weights(

@@ -31,6 +31,15 @@ EMBEDDED = "embedded"
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
 LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS, "min_machines")
+_QUANTIZATION = {
+    "load_in_4bit": ("is not an option", "use --method qlora"),
+    "load_in_8bit": (
+        "is not offered: LLM.int8 rounds the inputs of a layer too, by what is large in any row of the batch, so that "
+        "strategy and packing would change the model",
+        "use --method qlora, whose base is in 4 bits",
+    ),
+}
+"""Options of transformers' bitsandbytes config: what is wrong with them, and the remedy."""
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -318,5 +327,7 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
     if name in LAUNCH_OPTIONS:
         remedy = f"write --{name} on the command line of `tunesmith {verb}`"
         return Mistake(name, None, "is not an option of the config", remedy)
+    if name in _QUANTIZATION:
+        return Mistake(name, None, *_QUANTIZATION[name])
     remedy = nearest(name, known or TrainConfig.model_fields, f"`tunesmith {verb} --help` lists all options")
     return Mistake(name, None, UNKNOWN, remedy)

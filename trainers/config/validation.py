@@ -80,7 +80,7 @@ def _default_hint(name: str) -> str:
 
 def conflicting_options(config: TrainConfig) -> list[Mistake]:
     """Returns a mistake for each combination of options that is not allowed."""
-    evaluates, method = config.has_evaluation(), config.method
+    evaluates = config.has_evaluation()
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.load_best_model_at_end and not evaluates,
          "load_best_model_at_end", True, "without evaluation data", "set eval_dataset_name or eval_share"),
@@ -110,36 +110,13 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (config.attn_implementation == "documents" and config.torch_compile,
          "attn_implementation", "documents", "has new shapes at each step, all of them compiled by torch_compile=true",
          "use auto"),
-        (config.merge_adapter and method == "full",
-         "merge_adapter", True, "with method=full: there is no adapter", "leave it out"),
-        (config.random_init and method == "lora" and not config.merge_adapter,
-         "random_init", True, "with method=lora would export adapters without a base",
-         "use method=full or merge_adapter"),
-        (config.random_init and method == "qlora",
-         "random_init", True, "with method=qlora: there are no pretrained weights to quantize", "use method=full"),
-        (bool(config.freeze) and method == "full" and config.mixed_precision == "fp8",
-         "freeze", ",".join(config.freeze), "with mixed_precision=fp8, which only trained layers compute in",
-         "use bf16"),
-        (bool(config.modules_to_save) and method == "qlora",
-         "modules_to_save", ",".join(config.modules_to_save), "with method=qlora, whose modules are in 4 bits",
-         "use lora"),
-        (config.use_dora and method == "qlora",
-         "use_dora", True, "with method=qlora, which would dequantize every weight twice in each pass", "use lora"),
-        (config.mixed_precision == "fp8" and method != "full",
-         "mixed_precision", "fp8", f"with method={method}: only trained linear layers compute in float8", "use bf16"),
-        (not config.master_weights and method != "full",
-         "master_weights", False, f"with method={method}: adapters are small, and stay in fp32", "leave it out"),
-        (not config.master_weights and config.mixed_precision != "bf16",
-         "master_weights", False, f"keeps weights in bf16, and mixed_precision={config.mixed_precision}", "use bf16"),
-        (not config.master_weights and config.optim not in ADAMW,
-         "master_weights", False, f"with optim={config.optim}: AdamW alone rounds its updates to bf16 by chance",
-         "leave it out, or use adamw"),
         (config.resume_from_checkpoint == "auto" and config.output_dir is None,
          "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
          ""),
     ]  # fmt: skip
     return [
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
+        *_method_conflicts(config),
         *_mix_conflicts(config),
         *_streaming_conflicts(config),
         *_schedule_free_conflicts(config),
@@ -151,6 +128,62 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
             if name not in TRACKERS
         ),
     ]
+
+
+def _method_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit the method."""
+    method = config.method
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.merge_adapter and method == "full",
+         "merge_adapter", True, "with method=full: there is no adapter", "leave it out"),
+        (config.random_init and method == "lora" and not config.merge_adapter,
+         "random_init", True, "with method=lora would export adapters without a base",
+         "use method=full or merge_adapter"),
+        (config.random_init and method == "qlora",
+         "random_init", True, "with method=qlora: there are no pretrained weights to quantize", "use method=full"),
+        (config.pad_vocab_to_multiple_of is not None and method != "full",
+         "pad_vocab_to_multiple_of", config.pad_vocab_to_multiple_of,
+         f"with method={method}: peft pads no base that it loads for an adapter", "use method=full, or leave it out"),
+        (bool(config.freeze) and method == "full" and config.mixed_precision == "fp8",
+         "freeze", ",".join(config.freeze), "with mixed_precision=fp8, which only trained layers compute in",
+         "use bf16"),
+        (bool(config.modules_to_save) and method == "qlora",
+         "modules_to_save", ",".join(config.modules_to_save), "with method=qlora, whose modules are in 4 bits",
+         "use lora"),
+        (bool(config.lora_target_parameters) and method == "qlora",
+         "lora_target_parameters", ",".join(config.lora_target_parameters),
+         "with method=qlora, which quantizes no stack", "use lora"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.lora_dropout > 0,
+         "lora_dropout", config.lora_dropout, "with lora_target_parameters: peft drops no inputs of stacked weights",
+         "use 0"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.use_dora,
+         "use_dora", True, "with lora_target_parameters: peft has no norms of stacked weights",
+         "leave one of them out"),
+        *((applies and method != "full" and config.init_lora_weights == "pissa",
+           "init_lora_weights", "pissa", f"with {problem}", remedy) for applies, problem, remedy in (
+            (method == "qlora", "method=qlora: the residual is subtracted from weights as they are stored", "use lora"),
+            (config.use_dora, "use_dora=true, whose magnitudes are of the weight itself", "leave one of them out"),
+            (bool(config.lora_target_parameters), "lora_target_parameters: stacks have no singular vectors in peft",
+             "leave one of them out"),
+            (config.penalizes_kl, "a penalty of the KL divergence: without its adapters, the base is no initial model",
+             "use default, or beta=0"),
+            (not config.merge_adapter and config.export_dtype in ("bfloat16", "float16"),
+             f"export_dtype={config.export_dtype}, which would round away the difference from the base",
+             "use auto or merge_adapter"),
+        )),
+        (config.use_dora and method == "qlora",
+         "use_dora", True, "with method=qlora, which would dequantize every weight twice in each pass", "use lora"),
+        (config.mixed_precision == "fp8" and method != "full",
+         "mixed_precision", "fp8", f"with method={method}: only trained linear layers compute in float8", "use bf16"),
+        (not config.master_weights and method != "full",
+         "master_weights", False, f"with method={method}: adapters are small, and stay in fp32", "leave it out"),
+        (not config.master_weights and config.mixed_precision != "bf16",
+         "master_weights", False, f"keeps weights in bf16, and mixed_precision={config.mixed_precision}", "use bf16"),
+        (not config.master_weights and config.optim not in ADAMW,
+         "master_weights", False, f"with optim={config.optim}: AdamW alone rounds its updates to bf16 by chance",
+         "leave it out, or use adamw"),
+    ]  # fmt: skip
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 
 
 def _schedule_free_conflicts(config: TrainConfig) -> list[Mistake]:
@@ -257,6 +290,10 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "teacher", None, f"is not set, {objective}",
          "name the model to learn from: a Hub id, a folder, or a run that is done"
          + (" (`tunesmith train tiny-full` trains one)" if config.model_name_or_path == EMBEDDED else "")),
+        (config.neftune_noise_alpha > 0 and config.objective != "sft",
+         "neftune_noise_alpha", config.neftune_noise_alpha, f"{objective}: noise was tried with sft alone", "use 0"),
+        (spec.teacher and bool(config.new_tokens),
+         "new_tokens", ",".join(config.new_tokens), f"{objective}, whose teacher does not know them", "leave it out"),
         (config.beta == 0 and "beta" in spec.defaults and not spec.samples,
          "beta", 0, f"{objective}: nothing would be learned", "use more than 0"),
         (config.penalizes_kl and config.loss_type == "rloo",

@@ -306,11 +306,12 @@ def _refuse_odd_adapters(loss: Any) -> None:
         kind = type(module).__name__
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
         saved = ".modules_to_save." in name and not name.endswith(f"{SCALAR_HEAD}.modules_to_save.default")
+        rows = name.endswith(".trainable_tokens_delta")
         odd = trained and (saved or not isinstance(module, nn.Linear))
         if kind == "ParamWrapper" or (mixed and odd):
             raise ConfigError(
                 f"fsdp1 cannot shard the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that "
-                f"module out of {'modules_to_save' if saved else 'lora_target_modules'}"
+                f"module out of {'modules_to_save' if saved else 'new_tokens' if rows else 'lora_target_modules'}"
             )
 
 

@@ -51,8 +51,10 @@ LENGTH = ("max_steps", "num_train_epochs")
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
 LATER_OPTIONS = {"ema_decay": None}
 """Options that determine what is saved and that older checkpoints do not name, with the values that those had."""
-STRUCTURE = ("method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "modules_to_save", "use_dora",
-             "num_hidden_layers")  # fmt: skip
+STRUCTURE = (
+    "method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_parameters",
+    "modules_to_save", "use_dora", "init_lora_weights", "num_hidden_layers", "new_tokens", "pad_vocab_to_multiple_of",
+)  # fmt: skip
 """Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
 
 

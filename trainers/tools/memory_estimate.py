@@ -41,6 +41,7 @@ from trainers.model.lora import add_adapters
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
+from trainers.model.vocabulary import grown_size, note_tokens
 from trainers.objectives.distillation import Divergence
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.loss_module import LossModule
@@ -150,6 +151,8 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
             attn_implementation=kernel,
             trust_remote_code=config.trust_remote_code,
         )
+        # Ids need the tokenizer, which may not be there yet: the last rows stand in for them.
+        note_tokens(base, range(text.vocab_size - len(config.new_tokens), text.vocab_size))
         for weight in silent_weights(base):
             weight.requires_grad_(False)
         use_checkpointing(base, config)
@@ -431,7 +434,12 @@ def read_config(config: TrainConfig) -> Any:
     published = published_config(config.model_name_or_path) if config.model_revision is None else None
     if published is None and (mistakes := check_model(config.model_copy(update={"random_init": True}))):
         raise ConfigError(mistakes)
-    return load_model_config(config, published)
+    model_config = load_model_config(config, published)
+    text = model_config.get_text_config()
+    if config.new_tokens or config.pad_vocab_to_multiple_of:
+        size = int(text.vocab_size) + len(config.new_tokens)  # at most: a base may have rows to spare
+        text.vocab_size = grown_size(size, (), config.pad_vocab_to_multiple_of)
+    return model_config
 
 
 def _read_teacher(config: TrainConfig) -> Any:

@@ -26,6 +26,7 @@ from trainers.data.fill_cache import Split, cache_dir
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.mismatched import Mismatched
 from trainers.data.mix import MixedSet
+from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, prepare, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
@@ -61,7 +62,9 @@ _UNREAD = "the headers of the weight files could not be read from the Hub; the s
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor", "rope_original_max_positions", "freeze",
-                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora")  # fmt: skip
+                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora", "new_tokens",
+                  "lora_target_parameters", "init_lora_weights",
+                  "pad_vocab_to_multiple_of")  # fmt: skip
 
 
 def check(
@@ -158,6 +161,8 @@ def make_rows(
         documents, *layout, documents.desirable if spec.labelled else None, mismatched, _columns(spec, documents),
         teacher,
     )  # fmt: skip
+    if split == "train" and config.neftune_noise_alpha > 0:
+        rows.noise = NoiseRule(config.neftune_noise_alpha, config.seed)
     rows.splits_loss = split == "train" and isinstance(documents, MixedSet) and spec.name == "sft"
     return rows
 
