@@ -26,7 +26,7 @@ class DataOptions(OptionGroup):
     eval_split: str = option("data", "eval", min_length=1)
     """Split of `eval_dataset_name` when that is a Hub data set."""
     eval_share: float = option("data", 0.0, ge=0, lt=1)
-    """Share of the training rows held out for evaluation when no `eval_dataset_name` is given."""
+    """Share of the training rows held out for evaluation, about, by a hash of what they say."""
     dataset_format: Literal[
         "auto", "chat", "sharegpt", "alpaca", "prompt_completion", "text", "preference", "labelled", "prompt"
     ] = option("data", "auto")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from trainers.config.mistakes import ConfigError
@@ -26,12 +27,13 @@ from trainers.config.reward_file import columns_of_rewards
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
 from trainers.data.files import DataFile, identity, resolve
 from trainers.data.formats import OPTIONAL, recognise, unrecognised, wanted_columns
+from trainers.data.held_out import Selection, selection_of
 from trainers.data.progress import Progress, say
 from trainers.data.report import LONGER, TOO_LONG, Report
 from trainers.data.shards import SHARD_BYTES, FileShard
 from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder, training_encoder
-from trainers.data.tokenise import Options, Selection, TokenizeTask, extra_columns, row_hashes
+from trainers.data.tokenise import Options, TokenizeTask, extra_columns
 from trainers.data.tokenizer import tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
 from trainers.run.folder import cache_folder
@@ -39,7 +41,6 @@ from trainers.run.folder import cache_folder
 Split = Literal["train", "eval"]
 _HUB_ROW_BYTES = 1000  # a rough estimate, to group rows into tasks of similar size
 _SNIFFED_ROWS = 100
-_EXACT_SHARE_ROWS = 50_000_000
 
 
 def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | None = None) -> str:
@@ -59,7 +60,7 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
         "loss": [config.assistant_only_loss, config.thoughts],
         "length": [config.max_length, config.overlong],
         "limit": limit_of(config, split),
-        "held_out": [split, config.eval_share, config.seed] if held_out else None,
+        "held_out": ["content", split, config.eval_share, config.seed] if held_out else None,
         **({} if spec.formats == SFT_FORMATS else {"formats": spec.formats}),
         **({"numeric": [[name, name in spec.optional_columns] for name in spec.columns]} if spec.columns else {}),
         **({} if rewards is None else {"rewards": sorted(rewards.items())}),
@@ -107,20 +108,13 @@ def locked(folder: Path, split: Split | None) -> Iterator[None]:
 def build_set(config: TrainConfig, split: Split, files: list[DataFile], folder: Path, fingerprint: str) -> TokenSet:
     """Tokenises everything and publishes it."""
     shards = plan(files, config.sample_by, SHARD_BYTES, config.columns)
-    selection = selection_of(config, split, sum(shard.rows for shard in shards))
     formats = formats_of(config, shards)
-    all_shards, shards = shards, first_rows(shards, selection, limit_of(config, split))
-    encoder = training_encoder(config)
-    options = options_of(config, encoder, selection)
     report = Report(dataset_of(config, split), split, sorted(set(formats.values())), len(files))
-    of_split = _row_count(all_shards, selection)
-    report.held_out = sum(shard.rows for shard in all_shards) - of_split if split == "train" else 0
-    report.left_out = of_split - _row_count(shards, selection)
     try:
         writer = CacheWriter(folder)
         try:
             tasks = _tasks(shards, files, formats, writer.temporary)
-            _tokenise(tasks, encoder, options, config, writer, report)
+            _tokenise(tasks, config, split, writer, report)
             refuse_nothing(report, splits=config.objective_spec.loss_of != "documents")
             writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
@@ -136,32 +130,18 @@ def build_set(config: TrainConfig, split: Split, files: list[DataFile], folder: 
     return token_set
 
 
-def options_of(config: TrainConfig, encoder: Encoder, selection: Selection) -> Options:
+def options_of(config: TrainConfig, encoder: Encoder) -> Options:
     """The options that determine how rows become documents."""
     chat = encoder.options.chat_template is not None
     spec = config.objective_spec
     return Options(
-        config.sample_by, config.columns, config.max_length, config.overlong, chat, selection, spec.formats, spec.parts,
+        config.sample_by, config.columns, config.max_length, config.overlong, chat, spec.formats, spec.parts,
         {name: name in spec.optional_columns for name in spec.columns}, columns_of_rewards(config),
     )  # fmt: skip
 
 
 def dataset_of(config: TrainConfig, split: Split) -> str:
     return config.eval_dataset_name if split == "eval" and config.eval_dataset_name else config.training_data
-
-
-def selection_of(config: TrainConfig, split: Split, rows: int) -> Selection:
-    """Selects the rows of this split by `eval_share`: an exact share, with at least one row on each side."""
-    if not config.eval_share:
-        return Selection()
-    if rows < 2:
-        raise ConfigError.about("eval_share", config.eval_share, f"cannot hold out one of {rows} rows", "add data")
-    if rows > _EXACT_SHARE_ROWS:  # an approximate share, as holding all hashes would take too much memory
-        threshold = int(config.eval_share * 2**64)
-    else:  # exactly `count` hashes are below the one at index `count`
-        count = min(rows - 1, max(1, round(config.eval_share * rows)))
-        threshold = int(np.partition(row_hashes(0, rows, config.seed), count)[count])
-    return Selection(config.seed, threshold, split == "eval")
 
 
 def formats_of(config: TrainConfig, shards: list[FileShard]) -> dict[str, str]:
@@ -206,23 +186,25 @@ def _sniff(shard: FileShard, config: TrainConfig) -> str:
     raise unrecognised(*first, config.columns, formats)
 
 
-def first_rows(shards: list[FileShard], selection: Selection, limit: int | None) -> list[FileShard]:
-    """The shards that contain the first `limit` rows of the split."""
+def first_rows(
+    shards: list[FileShard], limit: int | None, of_split: npt.NDArray[np.bool_] | None = None
+) -> list[FileShard]:
+    """The shards that contain the first `limit` rows of the split.
+
+    Args:
+        shards: All shards, in order.
+        limit: Number of rows; None for all.
+        of_split: `[rows]` whether each row belongs to the split; None for all.
+    """
     if limit is None:
         return shards
-    selected: list[FileShard] = []
-    for shard in shards:
-        chosen = np.flatnonzero(selection.choose(shard.first_row, shard.rows))
-        if len(chosen) >= limit:
-            return [*selected, replace(shard, rows=int(chosen[limit - 1]) + 1)]
-        selected.append(shard)
-        limit -= len(chosen)
-    return selected
-
-
-def _row_count(shards: list[FileShard], selection: Selection) -> int:
-    """Rows of the split in these shards."""
-    return sum(int(selection.choose(shard.first_row, shard.rows).sum()) for shard in shards)
+    if of_split is None:
+        last = limit
+    else:
+        rows_of_split = np.flatnonzero(of_split)
+        last = int(rows_of_split[limit - 1]) + 1 if limit <= len(rows_of_split) else len(of_split)
+    chosen = [shard for shard in shards if shard.first_row < last]
+    return [replace(shard, rows=min(shard.rows, last - shard.first_row)) for shard in chosen]
 
 
 def _tasks(shards: list[FileShard], files: list[DataFile], formats: dict[str, str], folder: Path) -> list[TokenizeTask]:
@@ -245,22 +227,63 @@ def _bytes(shard: FileShard) -> int:
 
 
 def _tokenise(
-    tasks: list[TokenizeTask],
-    encoder: Encoder,
-    options: Options,
-    config: TrainConfig,
-    writer: CacheWriter,
-    report: Report,
+    tasks: list[TokenizeTask], config: TrainConfig, split: Split, writer: CacheWriter, report: Report
 ) -> None:
     """Runs the tasks in worker processes and appends their results in the order of the data."""
     processes = max(1, min(len(tasks), config.dataset_num_proc or cores()))
-    total = sum(shard.rows for task in tasks for shard, _, _ in task.shards)
-    with Progress(f"tokenizing {report.split} data", total) as progress:
-        model = config.model_name_or_path
-        with Pool(processes, writer.temporary, encoder, options, model) as pool:
+    encoder = training_encoder(config)
+    options, limit = options_of(config, encoder), limit_of(config, split)
+    rows = _rows_in(tasks)
+    with Pool(processes, writer.temporary, encoder, options, config.model_name_or_path) as pool:
+        if config.eval_share:
+            selection, of_split = _held_out_rows(pool, tasks, config, split)
+            rows_of_split = int(of_split.sum())
+            report.held_out = rows - rows_of_split if split == "train" else 0
+            tasks = _first_rows(tasks, limit, of_split)
+            tasks = [replace(task, selection=selection) for task in tasks]
+            report.left_out = rows_of_split - int(of_split[: _rows_in(tasks)].sum())
+        else:
+            tasks = _first_rows(tasks, limit)
+            report.left_out = rows - _rows_in(tasks)
+        with Progress(f"tokenizing {split} data", rows - report.held_out - report.left_out) as progress:
             for task, task_report in pool.run(tasks, progress.add):
                 writer.append(task)
                 report.merge(task_report)
+
+
+def _held_out_rows(
+    pool: Pool, tasks: list[TokenizeTask], config: TrainConfig, split: Split
+) -> tuple[Selection, npt.NDArray[np.bool_]]:
+    """The rows of this split by `eval_share`, and `[rows]` whether each belongs to it; all rows are read for it."""
+    hashing = [replace(task, hashes_with=config.seed) for task in tasks]
+    with Progress("choosing the rows held out", _rows_in(tasks)) as progress:
+        for _ in pool.run(hashing, progress.add):
+            pass
+
+    def hashes() -> Iterator[npt.NDArray[np.uint64]]:
+        return (np.fromfile(task.hashes, dtype=np.uint64) for task in hashing)
+
+    selection = selection_of(config.eval_share, config.seed, split == "eval", hashes)
+    return selection, np.concatenate([(part < selection.threshold) == selection.held_out for part in hashes()])
+
+
+def _first_rows(
+    tasks: list[TokenizeTask], limit: int | None, of_split: npt.NDArray[np.bool_] | None = None
+) -> list[TokenizeTask]:
+    """The tasks with the first `limit` rows of the split; see `first_rows`."""
+    if limit is None:
+        return tasks
+    left = first_rows([shard for task in tasks for shard, _, _ in task.shards], limit, of_split)
+    shortened, shards = list[TokenizeTask](), iter(left)
+    for task in tasks:
+        members = [(shard, number, name) for (_, number, name), shard in zip(task.shards, shards, strict=False)]
+        if members:
+            shortened.append(replace(task, shards=members))
+    return shortened
+
+
+def _rows_in(tasks: list[TokenizeTask]) -> int:
+    return sum(shard.rows for task in tasks for shard, _, _ in task.shards)
 
 
 def cores() -> int:

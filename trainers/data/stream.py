@@ -44,7 +44,7 @@ from trainers.data.remote import files_in_place
 from trainers.data.report import Report
 from trainers.data.sources import plan
 from trainers.data.template import Encoder, training_encoder
-from trainers.data.tokenise import Selection, TokenizeTask
+from trainers.data.tokenise import TokenizeTask
 from trainers.data.workers import Pool
 from trainers.run.folder import read_json, write_json
 
@@ -127,7 +127,7 @@ class Stream:
     def _plan(self) -> tuple[list[TokenizeTask], int]:
         shards = plan(self.files, self.config.sample_by, SHARD_BYTES, self.config.columns)
         rows, formats = sum(shard.rows for shard in shards), formats_of(self.config, shards)
-        shards = first_rows(shards, Selection(), self.config.max_train_samples)
+        shards = first_rows(shards, self.config.max_train_samples)
         numbers = {file.path: number for number, file in enumerate(self.files)}
         tasks = [TokenizeTask([(shard, numbers[shard.file.path], formats[shard.file.path])], "") for shard in shards]
         left_out = rows - sum(shard.rows for shard in shards)
@@ -228,7 +228,7 @@ class Stream:
         """
         if not numbers:
             return
-        options = options_of(self.config, self._encoder, Selection())
+        options = options_of(self.config, self._encoder)
         processes = max(1, min(len(numbers), self.config.dataset_num_proc or cores()))
         name, room = self.config.model_name_or_path, _Room(self.folder, self.limit)
         total = sum(self.shards[number].rows for number in numbers)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trainers.config.objectives import ANSWER, SFT_FORMATS
 from trainers.data.files import DataFile
 from trainers.data.formats import Document, RowError, wanted_columns
+from trainers.data.held_out import Selection, row_hash
 from trainers.data.preferences import example
 from trainers.data.report import TOO_LONG, Report
 from trainers.data.shards import BadRow, FileShard, changed
@@ -40,37 +41,6 @@ _BATCH_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Which rows of a data set belong to the split: the held-out ones, the others, or all.
-
-    Attributes:
-        seed: Chooses the rows held out.
-        threshold: Rows whose hash is below it are held out; 0 holds out none.
-        held_out: Whether this split is the held-out one.
-    """
-
-    seed: int = 0
-    threshold: int = 0
-    held_out: bool = False
-
-    def choose(self, first: int, rows: int) -> npt.NDArray[np.bool_]:
-        """`[rows]` booleans: whether each row from `first` on belongs to the split."""
-        if not self.threshold:
-            return np.ones(rows, dtype=np.bool_)
-        return (row_hashes(first, rows, self.seed) < np.uint64(self.threshold)) == self.held_out
-
-
-def row_hashes(first: int, rows: int, seed: int) -> npt.NDArray[np.uint64]:
-    """A 64-bit hash of each row's number (splitmix64), the same on every machine."""
-    mixed = np.arange(first, first + rows, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        mixed += np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x9E3779B97F4A7C15)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
-
-
-@dataclass(frozen=True)
 class Options:
     """How rows become documents: the options that tokenising depends on.
 
@@ -80,7 +50,6 @@ class Options:
         max_length: Longest document, in tokens.
         overlong: `truncate`, `drop`, `split` or `refuse`.
         chat: Whether there is a chat template.
-        selection: Which rows belong to the split.
         formats: Row formats that the objective takes.
         parts: Names of the documents of an example.
         numeric: Numeric columns that the objective reads, and whether a row may lack each.
@@ -92,7 +61,6 @@ class Options:
     max_length: int
     overlong: str
     chat: bool
-    selection: Selection
     formats: tuple[str, ...] = SFT_FORMATS
     parts: tuple[str, ...] = ("",)
     numeric: dict[str, bool] = field(default_factory=dict)
@@ -116,10 +84,14 @@ class TokenizeTask:
     Attributes:
         shards: With the number of their file in the data set, and its format.
         part: Path of the part files, without their suffixes.
+        selection: Which rows belong to the split.
+        hashes_with: Only hash the rows, with this seed; None tokenises them.
     """
 
     shards: list[tuple[FileShard, int, str]]
     part: str
+    selection: Selection = field(default_factory=Selection)
+    hashes_with: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for another process."""
@@ -140,11 +112,16 @@ class TokenizeTask:
                     name,
                 )
             )
-        return cls(shards, values["part"])
+        return cls(shards, values["part"], Selection(**values["selection"]), values["hashes_with"])
 
     def paths(self) -> dict[str, Path]:
         """The part file of each array."""
         return {name: Path(f"{self.part}.{name}") for name in ARRAYS}
+
+    @property
+    def hashes(self) -> Path:
+        """The file of the hashes, `[rows]` uint64; see `row_hash`."""
+        return Path(f"{self.part}.hashes")
 
 
 def run_task(
@@ -163,19 +140,23 @@ def run_task(
         OSError: if the part files cannot be written.
     """
     report = Report()
+    if task.hashes_with is not None:
+        _write_hashes(task, task.hashes_with, options, progress)
+        return report
     with ExitStack() as stack:
         streams = {name: stack.enter_context(path.open("wb")) for name, path in task.paths().items()}
         for shard, number, format_name in task.shards:
-            for name in unread_columns(shard.file, options.wanted):
-                report.add_unused(name, int(options.selection.choose(shard.first_row, shard.rows).sum()))
+            rows_before = report.rows
             for name in shard.siblings:
                 report.add_unused(f"{name} (beside the list of rows)")
-            for rows in _batches(shard, format_name, options):
+            for rows in _batches(shard, format_name, options, task.selection):
                 pieces = encode_rows(rows, shard.file.display_name, encoder, options, report)
                 for name, values in _arrays(pieces, number).items():
                     streams[name].write(values.tobytes())
                 if progress:
                     progress(len(rows))
+            for name in unread_columns(shard.file, options.wanted):
+                report.add_unused(name, report.rows - rows_before)
     report.template = encoder.proof if encoder.rendered_chat else []
     return report
 
@@ -184,25 +165,40 @@ _Row = tuple[int, tuple[Document, ...] | BadRow]
 """The line of a row, and its documents, or what is wrong with it."""
 
 
-def _batches(shard: FileShard, format_name: str, options: Options) -> Iterator[list[_Row]]:
-    """The shard's documents with their line numbers, a few hundred at a time."""
+def _write_hashes(
+    task: TokenizeTask, seed: int, options: Options, progress: Callable[[int], None] | None = None
+) -> None:
+    with task.hashes.open("wb") as stream:
+        for shard, _, format_name in task.shards:
+            documents = (document for _, document in _documents(shard, format_name, options))
+            hashes = (row_hash(row, options.formats, seed) for row in documents)
+            stream.write(np.fromiter(hashes, np.uint64, shard.rows).tobytes())
+            if progress:
+                progress(shard.rows)
+
+
+def _documents(shard: FileShard, format_name: str, options: Options) -> Iterator[_Row]:
+    """The shard's rows with their line numbers."""
+    read_rows = 0
+    for line, item in read(shard, options.sample_by, options.wanted):
+        read_rows += 1
+        yield line, item if isinstance(item, BadRow) else example_of(item, format_name, options)
+    if read_rows != shard.rows:
+        raise changed(shard.file.display_name)
+
+
+def _batches(shard: FileShard, format_name: str, options: Options, selection: Selection) -> Iterator[list[_Row]]:
+    """The rows of the split in a shard, a few hundred at a time."""
     batch: list[_Row] = []
     size = 0
-    chosen = options.selection.choose(shard.first_row, shard.rows).tolist()
-    items = read(shard, options.sample_by, options.wanted)
-    read_rows = 0
-    for (line, item), wanted in zip(items, chosen, strict=False):
-        read_rows += 1
-        if not wanted:
+    for line, documents in _documents(shard, format_name, options):
+        if not selection.has(documents, options.formats):
             continue
-        documents = item if isinstance(item, BadRow) else example_of(item, format_name, options)
         batch.append((line, documents))
         size += 0 if isinstance(documents, BadRow) else sum(document.size for document in documents)
         if len(batch) == _BATCH or size > _BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
-    if read_rows != shard.rows:
-        raise changed(shard.file.display_name)
     yield batch
 
 

@@ -27,7 +27,7 @@ from typing import Any
 from trainers.config.mistakes import ConfigError
 from trainers.data.report import Report
 from trainers.data.template import Encoder
-from trainers.data.tokenise import Options, Selection, TokenizeTask, run_task
+from trainers.data.tokenise import Options, TokenizeTask, run_task
 from trainers.run.import_path import child_environment
 from trainers.run.process_limits import expect_death, why_it_died
 
@@ -169,7 +169,7 @@ def main(folder: Path) -> None:
     encoder = Encoder.load(folder)
     encoder.may_die = True
     options = json.loads((folder / "options.json").read_text(encoding="utf-8"))
-    chosen = Options(**{**options, "selection": Selection(**options["selection"])})
+    chosen = Options(**options)
 
     def write(line: str) -> None:
         answers.write(line + "\n")

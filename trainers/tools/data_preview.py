@@ -22,21 +22,10 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
 from trainers.data.files import DataFile
-from trainers.data.fill_cache import (
-    formats_of,
-    options_of,
-    refuse_bad,
-    refuse_missing_numbers,
-    selection_of,
-)
+from trainers.data.fill_cache import formats_of, options_of, refuse_bad, refuse_missing_numbers
+from trainers.data.held_out import row_hash, selection_of
 from trainers.data.overlap import leak_lines, repeated
-from trainers.data.prepare import (
-    TokenSet,
-    files_of,
-    load_tokenizer,
-    mix_of,
-    tokenised,
-)
+from trainers.data.prepare import TokenSet, files_of, load_tokenizer, mix_of, tokenised
 from trainers.data.progress import listeners
 from trainers.data.report import Report
 from trainers.data.rollouts import refuse_missing_columns
@@ -45,7 +34,7 @@ from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
 from trainers.data.stream import stream_lines
 from trainers.data.template import training_encoder
-from trainers.data.tokenise import Selection, encode_rows, example_of
+from trainers.data.tokenise import encode_rows, example_of
 from trainers.data.tokenizer import read_chat_template
 from trainers.run.process_limits import encoding_bytes, encoding_seconds, expect_death, memory_limit, time_limit
 from trainers.tools.preflight import make_rows
@@ -57,9 +46,7 @@ MOST_ROWS = 50
 SHOWN_TOKENS = 4_000
 RAW_CHARACTERS = 4_000
 BINS = 40
-_COUNTED_BYTES = (
-    256 << 20
-)  # which rows are held out is shown for data up to this size, as it requires counting all rows
+_COUNTED_BYTES = 64 << 20  # which rows are held out is shown for data up to this size, as it requires reading all rows
 _MOST_PREVIEWS = 4  # data sets
 
 Segment = dict[str, Any]
@@ -78,11 +65,12 @@ class Preview:
         self.tokenizer = load_tokenizer(config)
         self.encoder = training_encoder(config, self.tokenizer)
         self.encoder.may_die = True  # this process may end; its parent reports that and starts another
-        self.options = options_of(config, self.encoder, Selection())
+        self.options = options_of(config, self.encoder)
         self._shard_iterator = iter_shards(self.files, config.sample_by, PAGE_BYTES, config.columns)
         self._shards: list[FileShard] = []
         self._all_sharded = False
         self._formats: dict[str, str] = {}
+        self._of_training: npt.NDArray[np.bool_] | None = None
         self._packed: Rows | None = None
         self._tokens: TokenSet | None = None
 
@@ -105,12 +93,12 @@ class Preview:
         if self.config.mix is not None:
             problem = "is a mix, whose sources are read each in its own way"
             raise ConfigError.about("mix", self.config.mix, problem, "show one of them with dataset_name")
-        selection = self._selection()
+        of_training = self._training_side()
         rows = []
         for shard, number, line, item in self._items(offset, min(count, MOST_ROWS)):
             row = self._row(shard, number, line, item)
             if row["status"] != "bad":
-                row["use"] = self._use(number, selection)
+                row["use"] = self._use(number, of_training)
             rows.append(row)
         if not rows:
             self._advance(offset + 1)
@@ -177,25 +165,37 @@ class Preview:
             self._formats.update(formats_of(self.config, [first]))
         return self._formats[file.path]
 
-    def _selection(self) -> Selection | None:
-        """Which rows are held out for evaluation; None if that requires counting the rows of large files."""
-        if not self.config.eval_share:
-            return Selection()
-        if not self._all_sharded and sum(file.size for file in self.files) > _COUNTED_BYTES:
-            return None
-        self._advance(2**62)
-        return selection_of(self.config, "train", self._shards[-1].first_row + self._shards[-1].rows)
+    def _training_side(self) -> npt.NDArray[np.bool_] | None:
+        """`[rows]` whether each row is not held out for evaluation; empty without `eval_share`.
 
-    def _use(self, number: int, selection: Selection | None) -> str:
+        None if that requires reading large files.
+        """
+        if not self.config.eval_share:
+            return np.empty(0, dtype=np.bool_)
+        if self._of_training is None:
+            if sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files) > _COUNTED_BYTES:
+                return None
+            self._advance(2**62)
+            formats, seed = self.options.formats, self.config.seed
+            rows = (
+                item if isinstance(item, BadRow) else example_of(item, self._format(shard.file), self.options)
+                for shard, _, _, item in self._items(0, self._shards[-1].first_row + self._shards[-1].rows)
+            )
+            hashes = np.fromiter((row_hash(row, formats, seed) for row in rows), dtype=np.uint64)
+            selection = selection_of(self.config.eval_share, seed, False, lambda: [hashes])
+            self._of_training = hashes >= selection.threshold
+        return self._of_training
+
+    def _use(self, number: int, of_training: npt.NDArray[np.bool_] | None) -> str:
         """How a row is used: `train`, `eval`, `none` (beyond `max_train_samples`) or `unknown`."""
-        if selection is None:
+        if of_training is None:
             return "unknown"
-        if not selection.choose(number, 1)[0]:
+        if len(of_training) and not of_training[number]:
             return "eval"
         limit = self.config.max_train_samples
         if limit is None or number < limit:
             return "train"
-        return "train" if int(selection.choose(0, number).sum()) < limit else "none"
+        return "train" if len(of_training) and int(of_training[:number].sum()) < limit else "none"
 
     def segments(self, ids: npt.NDArray[np.int32], mask: npt.NDArray[np.bool_]) -> dict[str, Any]:
         """Splits a document into segments of text that are trained or not.

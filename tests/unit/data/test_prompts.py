@@ -27,7 +27,7 @@ from trainers.data.rollouts import Prompt, check_prompts, prompt_of, refuse_othe
 from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read, unread_columns
 from trainers.data.template import Encoder
-from trainers.data.tokenise import Options, Selection, example_of
+from trainers.data.tokenise import Options, example_of
 from trainers.data.tokenizer import load_tokenizer
 
 USER = {"role": "user", "content": "What is 1+1?"}
@@ -118,7 +118,7 @@ def test_stock_templates_write_the_same_prompt(name: str, turns: list[Any], tmp_
     config = grpo(tmp_path, write_jsonl(tmp_path / "none.jsonl", []))
     save_tokenizer(tmp_path / "model", (TRL / f"{name}.jinja").read_text(encoding="utf-8"))
     encoder = Encoder.of(load_tokenizer(config), True)
-    options = Options("line", {}, 4096, "drop", True, Selection(), OBJECTIVES["grpo"].formats, ("",), {}, {})
+    options = Options("line", {}, 4096, "drop", True, OBJECTIVES["grpo"].formats, ("",), {}, {})
     row, tools = {"messages": turns}, {"tools": OPENAI["tools"]} if turns is CALLS else {}
     documents = [
         example_of({**tools, **row}, "auto", options),
@@ -422,7 +422,7 @@ def test_a_hub_data_set_holds_prompts_and_columns(tmp_path: Path, monkeypatch: p
     config = grpo(tmp_path, Path("someone/sums"), columns="answer=gold")
     (shard,) = plan(resolve(config, "train"), "line")
     for reads in ({"answer": False, "tests": False}, {"answer": False, "when": False}):
-        options = Options("line", config.columns, 99, "drop", True, Selection(), config.objective_spec.formats,
+        options = Options("line", config.columns, 99, "drop", True, config.objective_spec.formats,
                           rewards=reads)  # fmt: skip
         documents = [example_of(row, "auto", options) for _, row in read(shard, "line", options.wanted)]
         if "tests" in reads:
