@@ -39,7 +39,7 @@ _UNRELATED = frozenset({
     "lion_beta1", "lion_beta2", "muon_momentum", "eval_on_start", "load_best_model_at_end", "metric_for_best_model",
     "early_stopping_patience", "early_stopping_threshold", "logging_steps", "save_steps", "save_total_limit",
     "checkpoint_url", "max_restarts", "hang_timeout", "non_finite", "loss_spike_factor", "share_gpus", "report_to",
-    "profile_steps", "profile_ranks", "merge_adapter", "export_dtype",
+    "profile_steps", "profile_ranks", "merge_adapter", "export_dtype", "embedding_learning_rate",
 })  # fmt: skip
 """Options that cannot change a bit of the values. All others count, so a new option is safe until it is listed."""
 _KERNELS = (

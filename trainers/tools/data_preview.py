@@ -21,7 +21,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
-from trainers.data.files import DataFile
+from trainers.data.data_file import DataFile
 from trainers.data.overlap import leak_lines, repeated
 from trainers.data.prepare import (
     TokenSet,
@@ -48,7 +48,7 @@ from trainers.run.process_limits import encoding_bytes, encoding_seconds, expect
 from trainers.tools.preflight import make_rows
 from trainers.tools.rpc_server import send, serve
 
-HUB_ROW_BYTES = 1000
+MAPPED_ROW_BYTES = 1000
 PAGE_BYTES = 1 << 20  # shard size for reading a page
 MOST_ROWS = 50
 SHOWN_TOKENS = 4_000
@@ -97,7 +97,7 @@ class Preview:
 
         Returns:
             `rows`, `offset`, `total` (None until all files have been scanned), `bytes` of all files (an estimate for
-            Hub data).
+            Arrow and Hub data).
         """
         if self.config.mix is not None:
             problem = "is a mix, whose sources are read each in its own way"
@@ -112,7 +112,7 @@ class Preview:
         if not rows:
             self._advance(offset + 1)
         total = self._shards[-1].first_row + self._shards[-1].rows if self._all_sharded else None
-        size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
+        size = sum(file.size * (MAPPED_ROW_BYTES if file.kind == "arrow" else 1) for file in self.files)
         formats = sorted(set(self._formats.values()))
         return {"rows": rows, "offset": offset, "total": total, "bytes": size, "formats": formats}
 
@@ -368,7 +368,7 @@ class _Previews:
 
 def _stamps(files: Sequence[DataFile]) -> list[list[Any]]:
     """Values that change whenever a file does."""
-    return [[file.path, file.size, 0 if file.kind == "hub" else os.stat(file.path).st_mtime_ns] for file in files]
+    return [[file.path, file.size, 0 if file.is_hub else os.stat(file.path).st_mtime_ns] for file in files]
 
 
 def main() -> None:
