@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainers.data.fill_cache import cache_dir
+from trainers.data.local_copies import cache_dir
 from trainers.data.rows import Rows
 from trainers.evaluation import reference_log_probs
 from trainers.monitor.heartbeat import LONG_LIMIT
@@ -40,6 +40,7 @@ _UNRELATED = frozenset({
     "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold", "logging_steps", "save_steps",
     "save_total_limit", "checkpoint_url", "max_restarts", "hang_timeout", "non_finite", "loss_spike_factor",
     "share_gpus", "report_to", "profile_steps", "profile_ranks", "merge_adapter", "export_dtype",
+    "embedding_learning_rate",
 })  # fmt: skip
 """Options that cannot change a bit of the values. All others count, so a new option is safe until it is listed."""
 _KERNELS = (

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from tests.launching import launch_well
+from tests.launching import launch, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume
 from tests.parity.runs import config, curve, mostly_long, options, run
@@ -301,3 +301,42 @@ def test_such_adapters_after_a_resume_and_in_a_run_from_their_export(tmp_path: P
     stock = AutoPeftModelForCausalLM.from_pretrained(undisturbed.run.model, **eager)
     expected = plain.train(config("lora", True, max_steps=1), build=lambda settings: stock)
     assert further.series("loss") == pytest.approx(expected.losses, abs=1e-5)
+
+
+EMBEDDING_RATE = {"embedding_learning_rate": 2e-5}
+CASES = [(method, name) for method in ("full", "lora") for name in (STRATEGIES if method == "full" else UNSPLIT)]
+
+
+def two_rates(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
+    """AdamW in which embedding and head have a rate of their own."""
+    factor = settings.embedding_learning_rate / settings.learning_rate  # type: ignore[operator]
+    groups = []
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            rate = factor if "embed_tokens." in name or "lm_head." in name else 1.0
+            groups.append({"params": [weight], "lr": rate, "weight_decay": settings.weight_decay * (weight.ndim > 1)})
+    return torch.optim.AdamW(groups, lr=1.0)
+
+
+@pytest.mark.parametrize(("method", "strategy"), mostly_long(CASES, [("full", "fsdp2"), ("lora", "single")]))
+def test_embeddings_have_the_rate_of_a_second_group(method: str, strategy: str, untied: Path) -> None:
+    chosen = dict(EMBEDDING_RATE)
+    build: Any = plain.build
+    if method == "lora":
+        chosen |= {"model_name_or_path": str(untied), "modules_to_save": ",".join(SAVED)}
+        build = with_saved
+    settings = config(method, True, **chosen)
+    finished = run(processes(strategy), method, True, strategy, **chosen)
+    assert curve(finished).agrees(plain.train(settings, build=build, adamw=two_rates))
+    assert "embedding_learning_rate=2e-05: " in finished.output
+    if (method, strategy) in (("full", "fsdp2"), ("lora", "single")):  # control
+        assert not curve(finished).agrees(plain.train(settings, build=build))
+
+
+def test_a_resume_with_two_rates_ends_as_if_never_interrupted(tmp_path: Path) -> None:
+    undisturbed = run(2, "full", True, "fsdp2", **EMBEDDING_RATE)
+    more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
+    again = launch_well(tmp_path / "again", 2, options("full", True, **EMBEDDING_RATE) | more, strategy="fsdp2")
+    assert equal_after_resume(undisturbed, again)
+    other = {**options("full", True, **EMBEDDING_RATE), **more, "embedding_learning_rate": 1e-5}
+    assert "embedding_learning_rate" in launch(tmp_path / "other", 2, other, strategy="fsdp2").output

@@ -62,6 +62,7 @@ LABELS = {
     "center_rewards_coefficient": "Pull of the scores towards 0",
     # Data
     "dataset_name": "Training data",
+    "dataset_query": "SQL query",
     "mix": "Mix of training data",
     "dataset_config_name": "Subset of the Hub data",
     "dataset_split": "Split to train on",
@@ -96,6 +97,7 @@ LABELS = {
     # Optimizer
     "optim": "Optimizer",
     "learning_rate": "Learning rate",
+    "embedding_learning_rate": "Rate of the embeddings",
     "lr_scaling": "Scale the rate with the batch",
     "lr_scaling_batch_size": "Batch that the rate was chosen for",
     "lr_scheduler_type": "Shape of the learning rate",

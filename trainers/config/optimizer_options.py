@@ -60,8 +60,10 @@ class OptimizerOptions(OptionGroup):
     """AdamW (8-bit: outside the parity promise), Lion, Muon for the layers, Adafactor, ..."""
     learning_rate: float = option("optimizer", 2e-4, gt=0, le=10)
     """Peak learning rate; lion wants 3 to 10 times less than adamw, and as much more decay."""
+    embedding_learning_rate: Annotated[float | None, Optionally] = option("optimizer", None, gt=0, le=10)
+    """Peak learning rate of the token embedding and the output head; default: `learning_rate`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = option("optimizer", "none")
-    """Scale the learning rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
+    """Scale the learning rates by global_batch_size / lr_scaling_batch_size, or by its square root."""
     lr_scaling_batch_size: Annotated[int | None, Optionally] = option("optimizer", None, "rows", ge=1, le=10**9)
     """Global batch size for which `learning_rate` was chosen."""
     lr_scheduler_type: Schedule = option("optimizer", "cosine")

@@ -19,6 +19,7 @@ from trainers.config.objectives import (
 )
 from trainers.config.optimizer_options import ADAMW, SCHEDULE_FREE, SETTINGS_OF
 from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
+from trainers.config.remote_data import holds_credentials, remote_mistakes
 from trainers.config.reward_file import columns_of_rewards, reward_mistakes
 from trainers.config.sampler import sampler_mistakes
 
@@ -99,10 +100,10 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (config.checkpoint_url is not None and "://" not in config.checkpoint_url,
          "checkpoint_url", config.checkpoint_url, "is not a URL such as s3://bucket/run",
          "save_steps saves to output_dir"),
-        (_holds_credentials(config.checkpoint_url),
+        (holds_credentials(config.checkpoint_url),
          "checkpoint_url", None, "holds credentials",
          "leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)"),
-        (_holds_credentials(config.resume_from_checkpoint),
+        (holds_credentials(config.resume_from_checkpoint),
          "resume_from_checkpoint", None, "holds credentials", "leave them out and set them in the environment"),
         (config.attn_implementation == "varlen" and config.mixed_precision == "no",
          "attn_implementation", "varlen", f"needs half precision, not mixed_precision={config.mixed_precision}",
@@ -118,6 +119,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
         *_method_conflicts(config),
         *_mix_conflicts(config),
+        *remote_mistakes(config),
         *_streaming_conflicts(config),
         *_schedule_free_conflicts(config),
         *_objective_conflicts(config),
@@ -329,11 +331,6 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
     return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards, *sampler_mistakes(config)]
 
 
-def _holds_credentials(url: str | None) -> bool:
-    """Whether a URL has a user or password before its host, which would end up in argv, the log and the state file."""
-    return url is not None and "://" in url and "@" in url.partition("://")[2].partition("/")[0]
-
-
 def ignored_choices(config: TrainConfig) -> list[Mistake]:
     """Returns a warning for each option set by the user that has no effect because of another option."""
     changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
@@ -346,6 +343,9 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         of_adapters = {name for name in changed if "lora" in name or name in ("modules_to_save", "use_dora")}
         ignore(of_adapters, "method=full has no adapters")
     else:
+        if not config.modules_to_save:
+            reason = f"method={config.method} trains no embedding without modules_to_save=embed_tokens,lm_head"
+            ignore({"embedding_learning_rate"} & changed, reason)
         ignore({"freeze"} & changed, f"method={config.method} trains adapters alone")
     if config.method != "full" and config.ddp_find_unused_parameters:
         ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)

@@ -25,7 +25,8 @@ from trainers.config.objectives import FORMAT_COLUMNS, SFT_FORMATS
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import columns_of_rewards
 from trainers.data.cache import FORMAT_VERSION, CacheWriter, TokenSet, open_cache
-from trainers.data.files import DataFile, identity, resolve
+from trainers.data.data_file import DataFile
+from trainers.data.files import identity, resolve
 from trainers.data.formats import OPTIONAL, recognise, unrecognised, wanted_columns
 from trainers.data.held_out import Selection, selection_of
 from trainers.data.progress import Progress, say
@@ -36,10 +37,9 @@ from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import Options, TokenizeTask, extra_columns
 from trainers.data.tokenizer import tokenizer_folder, tokenizer_hash
 from trainers.data.workers import Pool
-from trainers.run.folder import cache_folder
 
 Split = Literal["train", "eval"]
-_HUB_ROW_BYTES = 1000  # a rough estimate, to group rows into tasks of similar size
+_ROW_BYTES = 1000  # a rough estimate, to group rows into tasks of similar size
 _SNIFFED_ROWS = 100
 
 
@@ -70,13 +70,6 @@ def data_fingerprint(config: TrainConfig, split: Split, files: list[DataFile] | 
 
 def limit_of(config: TrainConfig, split: Split) -> int | None:
     return config.max_train_samples if split == "train" else config.max_eval_samples
-
-
-def cache_dir(config: TrainConfig) -> Path:
-    """The cache folder of tokenised data."""
-    if config.cache_dir is not None:
-        return Path(config.cache_dir).expanduser().absolute()
-    return cache_folder()
 
 
 @contextmanager
@@ -223,7 +216,7 @@ def _tasks(shards: list[FileShard], files: list[DataFile], formats: dict[str, st
 
 def _bytes(shard: FileShard) -> int:
     """Approximate bytes of text in a shard."""
-    return shard.rows * _HUB_ROW_BYTES if shard.file.kind in ("hub", "parquet") else shard.end - shard.start
+    return shard.rows * _ROW_BYTES if shard.file.kind in ("arrow", "parquet") else shard.end - shard.start
 
 
 def _tokenise(

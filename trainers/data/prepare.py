@@ -11,19 +11,21 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.mix import Mix, config_of, read_mix
 from trainers.config.options import TrainConfig
 from trainers.data.cache import TokenSet, open_cache
-from trainers.data.files import DataFile, ignored_files, resolve
+from trainers.data.data_file import DataFile
+from trainers.data.files import ignored_files, resolve
 from trainers.data.fill_cache import (
     Split,
     build_set,
-    cache_dir,
     data_fingerprint,
     dataset_of,
     locked,
     refuse_bad,
     refuse_missing_numbers,
 )
+from trainers.data.local_copies import cache_dir
 from trainers.data.mix import MixedSet
 from trainers.data.overlap import leak_lines, repeated_lines
+from trainers.data.remote import files_in_place
 from trainers.data.report import Report
 from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.stream import Stream, Window, stream_lines
@@ -70,6 +72,8 @@ def files_of(config: TrainConfig, split: Split) -> list[DataFile]:
     Raises:
         ConfigError: if the data does not exist or cannot be read.
     """
+    if split == "train" and config.dataset_streaming:
+        return files_in_place(config)
     mix = mix_of(config, split)
     configs = [config] if mix is None else [config_of(config, source) for source in mix.sources]
     return [file for of_source in configs for file in resolve(of_source, split)]

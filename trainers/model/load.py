@@ -29,6 +29,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
+from trainers.model.embedding_rate import embedding_rate_lines, refuse_unknown_embeddings
 from trainers.model.freezing import freeze
 from trainers.model.lora import add_adapters, leave_derived
 from trainers.model.mixers import split_mixers
@@ -294,11 +295,12 @@ def build_model(config: TrainConfig) -> nn.Module:
 
 def _trainable(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     """The base with adapters, or with the weights frozen that the config names."""
-    if config.method != "full":
-        return add_adapters(base, config)
-    for line in freeze(config, base):
+    refuse_unknown_embeddings(base, config)
+    frozen = freeze(config, base) if config.method == "full" else []
+    model = base if config.method == "full" else add_adapters(base, config)
+    for line in [*frozen, *embedding_rate_lines(model, config)]:
         _say(line)
-    return base
+    return model
 
 
 def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:

@@ -23,7 +23,7 @@ from trainers.parallel.lion import Lion
 from trainers.parallel.muon import Muon, is_hidden_matrix
 from trainers.parallel.schedule_free import ScheduleFreeAdamW
 from trainers.parallel.shards import local_part
-from trainers.run.disk import is_expert
+from trainers.run.disk import is_embedding, is_expert
 
 BLOCK = 256
 """Number of elements that share a scale."""
@@ -55,6 +55,8 @@ def parameter_groups(
     for name, weight in trained:
         faster = "lora_B" in name or "lora_embedding_B" in name or len(shapes[name]) == 1  # as peft has it
         factor = config.loraplus_lr_ratio if faster and config.method != "full" else 1.0
+        if config.embedding_learning_rate is not None and is_embedding(name):
+            factor = config.embedding_learning_rate / config.learning_rate
         if config.optim == "muon" and len(shapes[name]) > 2 and is_expert(name):
             problem = f": {name} stacks the experts of a layer, and Muon takes matrices"
             raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")

@@ -30,7 +30,7 @@ PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir", "s
 """Options that say where a run is stored, and how it is started and stopped; not saved in checkpoints."""
 FREE = frozenset({
     "preset", "teacher", "teacher_log_probs", "model_revision", "trust_remote_code", "attn_implementation",
-    "dataset_name", "mix", "dataset_config_name", "dataset_split", "chat_template",
+    "dataset_name", "dataset_query", "mix", "dataset_config_name", "dataset_split", "chat_template",
     "eval_dataset_name", "eval_split", "max_eval_samples", "bad_rows", "dataset_num_proc", "cache_dir",
     "streaming_cache",
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",

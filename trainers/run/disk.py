@@ -18,6 +18,11 @@ from trainers.config.options import TrainConfig
 from trainers.run.weight_headers import Headers, base_folder, read_headers
 
 _LOG_BYTES = 2_000_000
+_EMBEDDINGS = (
+    "embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "lm_head", "embed_out",
+    "output_projection",
+)  # fmt: skip
+"""Names that families give to the token embedding and the output head."""
 _DTYPE_BYTES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "float16": 2, "bfloat16": 2}
 """Exported bytes per weight; F64 is exported in fp32."""
 _SCALES, _PACKED_BYTES, _PACKED_WEIGHTS = ("_scale_inv", "_scales"), 16, 32
@@ -73,6 +78,12 @@ def layer_of(name: str) -> int | None:
         if before in ("layers", "h", "blocks") and part.isdigit()
     ]
     return numbers[0] if numbers else None
+
+
+def is_embedding(name: str) -> bool:
+    """Returns whether a weight is the token embedding or the output head, or a copy trained beside adapters."""
+    *_, module, parameter = ("", "", *name.replace(".modules_to_save.default", "").split("."))
+    return parameter == "weight" and module in _EMBEDDINGS and layer_of(name) is None
 
 
 def is_expert(name: str) -> bool:

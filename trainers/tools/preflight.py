@@ -22,8 +22,9 @@ from trainers.config.objectives import ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
 from trainers.data.batches import TrainPlan
-from trainers.data.fill_cache import Split, cache_dir
+from trainers.data.fill_cache import Split
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
+from trainers.data.local_copies import cache_dir
 from trainers.data.mismatched import Mismatched
 from trainers.data.mix import MixedSet
 from trainers.data.noise import NoiseRule
