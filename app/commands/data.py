@@ -43,7 +43,7 @@ def data_verb(argv: Sequence[str]) -> int:
     try:
         with _progress("json" in args.switches or "quiet" in args.switches) as show:
             statistics = _statistics(view, show)
-        preview = view.rows(0, rows)["rows"] if rows and view.config.mix is None else []
+        preview = [row for part in view.sources() for row in part.rows(0, rows)["rows"]] if rows else []
     except WorkerDied as error:
         say(clean(str(error)))
         return 1
@@ -113,7 +113,10 @@ def _progress(quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def _print(statistics: dict[str, Any], preview: Sequence[dict[str, Any]]) -> None:
     show_table(["data", clean(statistics["dataset"])], summary_lines(statistics))
-    report("\ntokens per document")
+    if statistics["sources"]:
+        report("")
+        show_table(SOURCE_HEADERS, source_rows(statistics))
+    report(f"\ntokens per document: {lengths_text(statistics)}")
     max_count = max(entry["count"] for entry in statistics["histogram"])
     for entry in statistics["histogram"]:
         bar = "#" * -(-_BAR * entry["count"] // max_count)
@@ -185,6 +188,34 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         size = statistics["global_batch_size"]
         lines.append(("steps", f"{steps:,} per pass with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
+
+
+SOURCE_HEADERS = ("source", "rows", "documents", "tokens", "trained", "training rows", "share of rows",
+                  "share of tokens", "passes per epoch")  # fmt: skip
+
+
+def source_rows(statistics: dict[str, Any]) -> list[list[str]]:
+    """The sources of a mix as rows of a table with `SOURCE_HEADERS`, and their sum."""
+    counts = ("rows", "documents", "tokens", "trained_tokens", "training_rows")
+    table = [
+        [
+            source["name"], *(f"{source[name]:,}" for name in counts), f"{source['share']:.1%}",
+            f"{source['token_share']:.1%}", f"{source['passes']:.2f}",
+        ]
+        for source in statistics["sources"]
+    ]  # fmt: skip
+    sums = [f"{sum(source[name] for source in statistics['sources']):,}" for name in counts]
+    return [*table, ["all", *sums, "100.0%", "100.0%", ""]]
+
+
+def lengths_text(statistics: dict[str, Any]) -> str:
+    """The lengths of documents in a phrase: the mean, and how long the shortest to the longest are."""
+    labels = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
+    quantiles = [
+        f"{labels.get(entry['share'], format(entry['share'], '.0%') + ' have at most')} {entry['tokens']:,}"
+        for entry in statistics["lengths"]
+    ]
+    return ", ".join([f"mean {statistics['mean_length']:,.1f}", *quantiles])
 
 
 def _left_out(rows: int, option: str) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from app.services.rpc_client import Worker, WorkerDied
 from trainers.config.fields import fields
 from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.mix import config_of, read_mix
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run.from_run import resolve_request
@@ -35,7 +36,7 @@ IDLE_SECONDS = 600.0
 ANSWER_SECONDS = 900.0
 """Timeout for one page of rows: the tokenizer or data set may have to be downloaded from the Hub first."""
 FIELDS = (
-    "model_name_or_path", "dataset_name", "dataset_format", "columns", "chat_template", "assistant_only_loss",
+    "model_name_or_path", "dataset_name", "mix", "dataset_format", "columns", "chat_template", "assistant_only_loss",
     "max_length", "packing", "overlong",
 )  # fmt: skip
 """Options that the Data page shows."""
@@ -99,6 +100,16 @@ class DataView:
 
     def __init__(self, config: TrainConfig):
         self.config = config
+
+    def sources(self) -> list[DataView]:
+        """The sources of a mix, each as data of its own; otherwise the data itself.
+
+        Raises:
+            ConfigError: when the mix cannot be read.
+        """
+        if self.config.mix is None:
+            return [self]
+        return [DataView(config_of(self.config, source)) for source in read_mix(self.config.mix).sources]
 
     def rows(self, offset: int, count: int) -> dict[str, Any]:
         """Rows as read and as trained; see `trainers.tools.data_preview.Preview.rows`.
@@ -287,10 +298,13 @@ def cancel_statistics(key: str) -> None:
 def known_rows(config: TrainConfig) -> int | None:
     """Rows in the batches of an epoch, if counted since the data last changed; otherwise None.
 
-    Always None for a folder or a glob: detecting a change would mean checking each file in it.
+    Always None for a folder or a glob, also as the source of a mix: that it changed would be seen in its files alone.
     """
     key = _data_key(absolute_paths(config).model_dump())
-    return _rows.get(key) if key else None
+    rows = _rows.get(key) if key else None
+    if rows is None or config.mix is None or read_mix(config.mix).stopping_strategy == "all_exhausted":
+        return rows
+    return rows - rows % config.global_batch_size  # full batches alone
 
 
 def known_notes(config: TrainConfig) -> list[str]:
@@ -302,21 +316,24 @@ def known_notes(config: TrainConfig) -> list[str]:
 def _data_key(values: Mapping[str, Any]) -> str | None:
     """A key of all that determines the number of rows: data and tokenizer options, state of the files, split seed.
 
-    None for a mix, a folder or a glob.
+    None for a folder or a glob, also as the source of a mix.
     """
-    if not values["dataset_name"]:
+    try:
+        sources = [values] if values["mix"] is None else [dict(source) for source in read_mix(values["mix"]).sources]
+    except ConfigError:
         return None
-    if os.path.isdir(values["dataset_name"]) or any(mark in values["dataset_name"] for mark in "*?["):
+    data = [str(source["dataset_name"]) for source in sources]
+    if any(os.path.isdir(name) or any(mark in name for mark in "*?[") for name in data):
         return None
     deciding = {option.name: values[option.name] for option in fields() if option.section in ("model", "data")}
     deciding |= {name: values[name] for name in ("objective", "reward_funcs")}  # which columns are read
     # These options of the same sections do not affect the rows.
     for name in ("attn_implementation", "num_hidden_layers", "random_init", "dataset_num_proc", "group_by_length"):
         del deciding[name]
-    for name in ("dataset_name", "chat_template"):
+    for path in filter(None, (values["mix"], *data, *(source["chat_template"] for source in sources))):
         with contextlib.suppress(OSError, ValueError, TypeError):
-            status = os.stat(values[name])
-            deciding[f"state of {name}"] = [status.st_size, status.st_mtime_ns]
+            status = os.stat(path)
+            deciding[f"state of {path}"] = [status.st_size, status.st_mtime_ns]
     deciding["seed"] = values["seed"] if values["eval_share"] else None
     return json.dumps(deciding, sort_keys=True)
 
@@ -336,7 +353,7 @@ def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
                 job.state = "cancelled"
         if job.state == "running" and job.statistics:
             if key:
-                _rows[key] = int(job.statistics["training_rows"])
+                _rows[key] = int(job.statistics["epoch_rows"])
                 _notes[key] = list(job.statistics["notes"])
             job.state = "done"
     except (ConfigError, WorkerDied, OSError) as error:

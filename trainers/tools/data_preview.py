@@ -11,6 +11,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.mix import config_of
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.remote_data import is_url
 from trainers.config.validation import build
@@ -25,6 +27,7 @@ from trainers.data.batches import TrainPlan
 from trainers.data.data_file import DataFile
 from trainers.data.fill_cache import formats_of, options_of, refuse_bad, refuse_missing_numbers
 from trainers.data.held_out import row_hash, selection_of
+from trainers.data.mix import MixOrder
 from trainers.data.overlap import leak_lines, repeated
 from trainers.data.prepare import TokenSet, files_of, load_tokenizer, mix_of, tokenised
 from trainers.data.progress import listeners
@@ -34,6 +37,7 @@ from trainers.data.rows import Rows
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
 from trainers.data.stream import stream_lines
+from trainers.data.tables import length_table, source_table
 from trainers.data.template import training_encoder
 from trainers.data.tokenise import encode_rows, example_of
 from trainers.data.tokenizer import read_chat_template
@@ -75,6 +79,12 @@ class Preview:
         self._packed: Rows | None = None
         self._tokens: TokenSet | None = None
 
+    @cached_property
+    def sources(self) -> dict[str, Preview]:
+        """The sources of a mix by name; empty for a data set of its own."""
+        mix = mix_of(self.config, "train")
+        return {} if mix is None else {source.label: Preview(config_of(self.config, source)) for source in mix.sources}
+
     @property
     def packs(self) -> bool:
         """Whether a row of the batches holds several documents; of prompts, only the sampled answers are packed."""
@@ -91,9 +101,8 @@ class Preview:
             `rows`, `offset`, `total` (None until all files have been scanned), `bytes` of all files (an estimate for
             Arrow and Hub data).
         """
-        if self.config.mix is not None:
-            problem = "is a mix, whose sources are read each in its own way"
-            raise ConfigError.about("mix", self.config.mix, problem, "show one of them with dataset_name")
+        if self.sources:
+            return self._rows_of_sources(offset, count)
         of_training = self._training_side()
         rows = []
         for shard, number, line, item in self._items(offset, min(count, MOST_ROWS)):
@@ -107,6 +116,22 @@ class Preview:
         size = self._size()
         formats = sorted(set(self._formats.values()))
         return {"rows": rows, "offset": offset, "total": total, "bytes": size, "formats": formats}
+
+    def _rows_of_sources(self, offset: int, count: int) -> dict[str, Any]:
+        """Some rows of a mix, source after source; a source is scanned to its end before the next one is."""
+        rows, before, formats, total = list[dict[str, Any]](), 0, set[str](), 0
+        for name, source in self.sources.items():
+            page = source.rows(max(0, offset - before), count - len(rows))
+            for row in page["rows"]:
+                rows.append({**row, "number": row["number"] + before, "where": f"{name}: {row['where']}"})
+            formats |= set(page["formats"])
+            if len(rows) == count:
+                break
+            before += page["total"]
+        else:
+            total = before
+        size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
+        return {"rows": rows, "offset": offset, "total": total or None, "bytes": size, "formats": sorted(formats)}
 
     def _advance(self, row: int) -> None:
         """Scans files until a row is in one of the shards, or all are scanned."""
@@ -295,10 +320,14 @@ class Preview:
             "packing": self.packs,
             "max_length": self.config.max_length,
             "training_rows": len(rows),
+            "epoch_rows": len(rows) if rows.mixed is None else MixOrder(rows.bounds, rows.mixed.mix, 0).epoch_rows,
+            "sources": [] if rows.mixed is None else source_table(rows.mixed, rows.bounds, rows.lengths),
             "packing_efficiency": _share(report.tokens, slots) if self.packs else None,
             "global_batch_size": self.config.global_batch_size,
             **steps,
             "histogram": histogram(data.lengths),
+            "lengths": length_table(data.lengths),
+            "mean_length": float(data.lengths.mean()),
             "mistakes": mistakes,
         }
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.commands.data import summary_lines
+from app.commands.data import SOURCE_HEADERS, lengths_text, source_rows, summary_lines
 from app.services.data import StatisticsJob
 from app.services.form import Preview, by_field
 from trainers.config.mistakes import Mistake
@@ -141,7 +141,8 @@ def _numbers(statistics: dict[str, Any]) -> Html:
     parts = [
         alert_list([*notes, *refused], "warning"),
         key_values((name[:1].upper() + name[1:], value) for name, value in summary_lines(statistics)),
-        histogram(statistics["histogram"]),
+        _sources(statistics),
+        histogram(statistics["histogram"], lengths_text(statistics)),
     ]
     if statistics["template"]:
         lines = "\n".join(statistics["template"])
@@ -158,8 +159,21 @@ def _numbers(statistics: dict[str, Any]) -> Html:
     return join(parts)
 
 
-def histogram(bins: Sequence[dict[str, int]]) -> Html:
-    """Documents by length as bars, with the numbers in a table below."""
+def _sources(statistics: dict[str, Any]) -> Html:
+    """The sources of a mix as a table, and what its columns are."""
+    if not statistics["sources"]:
+        return Html("")
+    headers = [name[:1].upper() + name[1:] for name in SOURCE_HEADERS]
+    table = data_table(headers, source_rows(statistics), "Sources of the mix", numeric=range(1, len(headers)))
+    explained = note(
+        "Training rows are packed, or one for each example. The shares are those of the rows and tokens that a run "
+        "reads, by weight; a source with more than one pass per epoch repeats."
+    )
+    return section("Sources", join([table, explained]))
+
+
+def histogram(bins: Sequence[dict[str, int]], lengths: str = "") -> Html:
+    """Documents by length as bars, with their quantiles, and the numbers in a table below."""
     max_count = max(entry["count"] for entry in bins)
     bars = [
         element(
@@ -178,7 +192,12 @@ def histogram(bins: Sequence[dict[str, int]]) -> Html:
     table = data_table(["Tokens", "Documents"], rows, "Documents by length", numeric=(1,), sort=True)
     numbers = element("details", join([element("summary", "As numbers"), table]))
     return section(
-        "Tokens per document", element("div", join([chart, element("p", join(ends)), numbers]), class_="ts-histogram")
+        "Tokens per document",
+        element(
+            "div",
+            join([chart, element("p", join(ends)), note(f"{lengths[:1].upper()}{lengths[1:]}"), numbers]),
+            class_="ts-histogram",
+        ),
     )
 
 
