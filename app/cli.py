@@ -216,7 +216,9 @@ def export(
     """Export a checkpoint to a folder that transformers or peft can load."""
     from app.commands.runs import export_verb
 
-    return export_verb(run, checkpoint, merged, ema, output, dtype, runs_dir, json)
+    return export_verb(
+        run, checkpoint, merged=merged, averaged=ema, output=output, dtype=dtype, runs_dir=runs_dir, as_json=json
+    )
 
 
 @app.command()

@@ -419,7 +419,9 @@ def export_verb(
     """`tunesmith export`."""
     run = find_run(name, runs_dir)
     try:
-        exported: actions.Exported | None = actions.export(run, checkpoint, merged, output, dtype, averaged)
+        exported: actions.Exported | None = actions.export(
+            run, checkpoint, merged=merged, output=output, dtype=dtype, averaged=averaged
+        )
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")
         exported = None

@@ -26,6 +26,7 @@ from app.runs.runs import config_values, list_runs, run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
+from trainers.config.optimizer_options import SCHEDULE_FREE
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run import device_locks
@@ -294,6 +295,8 @@ def export(
         raise ConfigError(f"--dtype {dtype} is not a valid value; use {', '.join(known)}")
     config = Request(config=str(run.config)).resolve()
     method = config.method
+    if averaged and config.optim == SCHEDULE_FREE:
+        raise ConfigError(f"--ema: run {run.id} exports an average of its weights already; leave --ema out")
     if averaged and config.ema_decay is None:
         raise ConfigError(f"--ema: run {run.id} keeps no moving average of its weights; train with ema_decay=0.999")
     if merged and method == "full":

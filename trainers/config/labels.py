@@ -116,7 +116,7 @@ LABELS = {
     "lion_beta2": "Memory of Lion's momentum",
     "muon_momentum": "Memory of Muon's momentum",
     "max_grad_norm": "Largest gradient norm",
-    "ema_decay": "Memory of the average of weights",
+    "ema_decay": "Decay of the average of weights",
     # Precision and memory
     "mixed_precision": "Arithmetic precision",
     "master_weights": "Keep trained weights in 32 bits",

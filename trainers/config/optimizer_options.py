@@ -57,7 +57,7 @@ class OptimizerOptions(OptionGroup):
     optim: Literal["adamw", "adamw_8bit", "lion", "muon", "adafactor", "schedule_free_adamw"] = option(
         "optimizer", "adamw"
     )
-    """AdamW (8-bit: outside the parity promise), Lion, Muon for the layers, Adafactor, ..."""
+    """AdamW (8-bit: no parity), Lion, Muon, Adafactor, schedule-free AdamW (constant rate)."""
     learning_rate: float = option("optimizer", 2e-4, gt=0, le=10)
     """Peak learning rate; lion wants 3 to 10 times less than adamw, and as much more decay."""
     embedding_learning_rate: Annotated[float | None, Optionally] = option("optimizer", None, gt=0, le=10)

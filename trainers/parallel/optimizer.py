@@ -1,4 +1,4 @@
-"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit states, Lion, Muon and Adafactor.
+"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit states, and those of other files.
 
 The 8-bit states of bitsandbytes (https://arxiv.org/abs/2110.02861) and torchao change when they are dequantized and
 quantized again. These do not, so checkpoints can store plain fp32 states and a resumed run continues bit for bit.

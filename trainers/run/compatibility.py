@@ -17,7 +17,7 @@ from trainers.config.fields import text_of
 from trainers.config.lr_schedule import stable_steps
 from trainers.config.mistakes import Mistake
 from trainers.config.objective_file import file_version
-from trainers.config.optimizer_options import ADAMW
+from trainers.config.optimizer_options import ADAMW, SCHEDULE_FREE
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import schema_version
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
@@ -178,6 +178,8 @@ def _has_other_states(option: str, then: dict[str, Any], now: dict[str, Any]) ->
     """Whether an option's change leaves the optimizer without states that it needs, or with others."""
     if option == "ema_decay":
         return None in (then.get(option), now[option])
+    if option == "adam_beta1" and now["optim"] == SCHEDULE_FREE:  # the average is computed from it
+        return True
     return option == "optim" and not {then["optim"], now["optim"]} <= {*ADAMW}
 
 

@@ -227,7 +227,7 @@ def _export_of(run: RunFolder, name: str) -> Path:
         problem, again = f"has no export: {run.model} is missing", ""
     else:
         problem, again = f"is {state}, and has exported no result", f"finish it with `tunesmith resume {path}`, or "
-    exports = sorted(entry.name for entry in run.path.glob("export-*") if not entry.name.endswith("-failed"))
+    exports = sorted(entry.name for entry in run.path.glob("export-*") if not entry.name.endswith(("-failed", "-ema")))
     if exports:
         remedy = f"{again}start from its export: --from_run {shlex.quote(str(run.path / exports[0]))}"
     else:

@@ -7,7 +7,7 @@ from trainers.config.options import TrainConfig
 
 
 def optimizer_refusal(
-    config: TrainConfig, uses_deepspeed: bool, uses_fsdp1: bool, offload: str, own_optimizer: bool
+    config: TrainConfig, uses_deepspeed: bool, uses_fsdp1: bool, offload: str, own_optimizer: bool, states_on: str
 ) -> str | None:
     """Returns why a strategy cannot train with the config's optimizer; None if it can.
 
@@ -17,9 +17,10 @@ def optimizer_refusal(
         uses_fsdp1: Whether FSDP 1 shards them.
         offload: Where weights or states rest: `none`, or in host memory (`cpu`) or on a disk (`nvme`).
         own_optimizer: Whether the DeepSpeed JSON configures an optimizer.
+        states_on: Where the optimizer's states rest, as for `offload`.
     """
     offloads = offload != "none"
-    if config.ema_decay is not None and offload == "nvme":
+    if config.ema_decay is not None and states_on == "nvme":
         average = f"ema_decay={config.ema_decay}: the moving average is not offloaded to a disk"
         return f"{average}; leave it out, or use --strategy zero3_offload"
     if config.optim in ("muon", "adafactor") and offloads:

@@ -361,7 +361,8 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
         return reason
     own_optimizer, uses_deepspeed = "optimizer" in strategy.deepspeed_json, strategy.distributed_type == "DEEPSPEED"
     uses_fsdp1 = strategy.distributed_type == "FSDP" and strategy.fsdp_version == 1
-    if reason := optimizer_refusal(config, uses_deepspeed, uses_fsdp1, strategy.offload, own_optimizer):
+    states_on = strategy.offload_of("optimizer")
+    if reason := optimizer_refusal(config, uses_deepspeed, uses_fsdp1, strategy.offload, own_optimizer, states_on):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config):

@@ -130,8 +130,8 @@ class Preview:
             before += page["total"]
         else:
             total = before
-        size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
-        return {"rows": rows, "offset": offset, "total": total or None, "bytes": size, "formats": sorted(formats)}
+        known = {"total": total or None, "bytes": self._size(), "formats": sorted(formats)}
+        return {"rows": rows, "offset": offset, **known}
 
     def _advance(self, row: int) -> None:
         """Scans files until a row is in one of the shards, or all are scanned."""

@@ -94,13 +94,17 @@ def test_a_moving_average_is_counted_refused_on_disk_and_neither_begun_nor_lost_
     assert line.startswith("ema_decay=0.99: `tunesmith export RUN --ema`")
     assert average_lines(plain) == []
     assert averaged.outside_parity() == []
-    on_disk = replace(
-        strategy := load_strategy("zero3_offload"),
-        deepspeed_json={"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+    strategy = load_strategy("zero3_offload")
+    optimizer_on_disk, weights_on_disk = (
+        replace(strategy, deepspeed_json={"zero_optimization": {"stage": 3, **devices}})
+        for devices in (
+            {"offload_optimizer": {"device": "nvme"}},
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}},
+        )
     )
-    reasons = [refusal(each, averaged, has_gpu=True) for each in (strategy, on_disk)]
+    reasons = [refusal(each, averaged, has_gpu=True) for each in (strategy, weights_on_disk, optimizer_on_disk)]
     assert [reason and reason.partition(";")[0] for reason in reasons] == [
-        None, "ema_decay=0.99: the moving average is not offloaded to a disk",
+        None, None, "ema_decay=0.99: the moving average is not offloaded to a disk",
     ]  # fmt: skip
     for then, now in ((plain, averaged), (averaged, plain)):
         manifest = {"config": then.model_dump(), "versions": {}, "step": 5}
@@ -129,7 +133,7 @@ def test_schedule_free_adamw_names_what_does_not_fit() -> None:
     assert line.startswith("optim=schedule_free_adamw: adam_beta1=0.9, adam_beta2=0.999, adam_epsilon=1e-08; the log's")
     assert fits.outside_parity() == []
     for option, value in (
-        ("lr_scheduler_type", "cosine"), ("warmup_ratio", 0.1), ("adam_beta1", 0), ("ema_decay", 0.9),
+        ("lr_scheduler_type", "cosine"), ("warmup_ratio", 0.1), ("adam_beta1", 0.01), ("ema_decay", 0.9),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=f"{option}={value} with optim=schedule_free_adamw"):
             config("full", True, **{**free, option: value})
@@ -150,3 +154,7 @@ def test_states_of_another_optimizer_do_not_fit_even_by_force() -> None:
     eight_bit = config("full", True, optim="adamw_8bit").model_dump()
     assert refusals({"config": then, "versions": {}, "step": 5}, eight_bit, {}, force=True) == []
     assert refusals({"config": then, "versions": {}, "step": 5}, eight_bit, {}) != []
+    free = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}
+    before, after = (config("full", True, **free, adam_beta1=beta).model_dump() for beta in (0.9, 0.8))
+    (refused,) = refusals({"config": before, "versions": {}, "step": 5}, after, {}, force=True)
+    assert str(refused).startswith("adam_beta1=0.8"), "the average is computed from it"

@@ -164,6 +164,7 @@ def died(run: RunFolder) -> None:
 def exported_early(run: RunFolder) -> None:
     stopped(run)
     write_full(run.path / "export-full")
+    write_full(run.path / "export-adapter-ema")  # other weights than those that were trained
 
 
 def without_weights(run: RunFolder) -> None:
