@@ -61,7 +61,7 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
     part = config.eval_split if own_eval else config.dataset_split
     option, split_option = ("eval_dataset_name", "eval_split") if own_eval else ("dataset_name", "dataset_split")
     if name == EMBEDDED:
-        return [_embedded(part, split_option, PREFERENCE in config.objective_spec.formats)], []
+        return [_embedded(part, split_option, config)], []
     cache = cache_dir(config)
     if is_url(name):
         query = None if own_eval else config.dataset_query
@@ -122,10 +122,11 @@ def unreadable(display_name: str, error: BaseException) -> ConfigError:
     return ConfigError(f"cannot read {display_name}: {reason}; check the file and its permissions")
 
 
-def _embedded(part: str, option: str, preferences: bool) -> DataFile:
-    from trainers.embedded import DATA_DIR, PREFERENCES_DIR
+def _embedded(part: str, option: str, config: TrainConfig) -> DataFile:
+    from trainers.embedded import DATA_DIR, PREFERENCES_DIR, TEXT_DIR
 
-    folder = PREFERENCES_DIR if preferences else DATA_DIR
+    preferences = PREFERENCE in config.objective_spec.formats
+    folder = PREFERENCES_DIR if preferences else TEXT_DIR if config.dataset_format == "text" else DATA_DIR
     path = folder / f"{part}.jsonl"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob("*.jsonl")))
