@@ -159,7 +159,7 @@ class TrainLoop:
     def _agree_on_data(self, step: int) -> None:
         """Saves what is trained before a run ends because the next rows of a stream cannot be used. Collective."""
         try:
-            self.context.plan.agree(step, self.context.ranks)
+            self.context.plan.agree(step, self.context.ranks, partial(self.context.heartbeat.at, "data", step))
         except (ConfigError, TrainingError):
             if step > 0:
                 self._save(wait=True)

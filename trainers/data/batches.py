@@ -148,7 +148,7 @@ class TrainPlan:
                 for kind, value in (("share", share), ("tokens", count))
                 if kind == "share" or not self.config.objective_spec.samples}  # fmt: skip
 
-    def agree(self, step: int, ranks: Collective) -> None:
+    def agree(self, step: int, ranks: Collective, beat: Callable[[], None] = lambda: None) -> None:
         """Makes sure that all ranks read the same data for `step`: here they do, as it was read in full before."""
 
     def position(self, step: int) -> dict[str, int]:
@@ -160,13 +160,16 @@ class TrainPlan:
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:
         """Yields the batches of `rank` from `first_step` on; the next is prepared while the current step computes."""
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as pool:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        try:
             upcoming = pool.submit(self.batch, first_step, rank)
             for step in range(first_step, self.total_steps):
                 ready = upcoming.result()
                 if step + 1 < self.total_steps:
                     upcoming = pool.submit(self.batch, step + 1, rank)
                 yield ready
+        finally:  # without waiting for the next window of a stream: the run may be about to be killed
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def shuffled(rows: Rows, config: TrainConfig, *number: int) -> np.ndarray:

@@ -48,7 +48,8 @@ class TokenSet:
         self.lengths: npt.NDArray[np.int64] = arrays["lengths"]
         self.trained: npt.NDArray[np.int64] = arrays["trained"]
         self.desirable: npt.NDArray[np.bool_] = arrays["desirable"]
-        self.numbers: npt.NDArray[np.float32] = arrays["numbers"].reshape(len(self.lengths), -1)
+        columns = len(arrays["numbers"]) // max(len(self.lengths), 1)
+        self.numbers: npt.NDArray[np.float32] = arrays["numbers"].reshape(len(self.lengths), columns)
         self.digests: npt.NDArray[np.uint64] = arrays["digests"]
         self._input_ids = arrays["input_ids"]
         self._mask = arrays["mask"]
@@ -64,7 +65,7 @@ class TokenSet:
 
     def largest_token_id(self) -> int:
         """The largest token id of all documents."""
-        return int(self._input_ids.max())
+        return int(self._input_ids.max(initial=0))
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.int64]:

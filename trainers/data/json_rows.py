@@ -45,7 +45,7 @@ def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
 
 def read_lines(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a JSONL shard."""
-    with open_file(shard.file) as stream:
+    with open_file(shard.file, shard.end) as stream:
         for _, line, content in lines(stream, shard.start, shard.end, shard.line):
             yield line, too_large() if content is None else parse_object(content)
 
@@ -214,7 +214,7 @@ def _rows_key(value: dict[str, Any], columns: Mapping[str, str]) -> str | None:
 
 def read_list(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a shard of a `.json` file."""
-    with open_file(shard.file) as stream:
+    with open_file(shard.file, shard.end) as stream:
         stream.seek(shard.start)
         content = stream.read(shard.end - shard.start)
     try:

@@ -73,7 +73,7 @@ def files_of(config: TrainConfig, split: Split) -> list[DataFile]:
         ConfigError: if the data does not exist or cannot be read.
     """
     if split == "train" and config.dataset_streaming:
-        return files_in_place(config)
+        return files_in_place(config)[0]
     mix = mix_of(config, split)
     configs = [config] if mix is None else [config_of(config, source) for source in mix.sources]
     return [file for of_source in configs for file in resolve(of_source, split)]

@@ -15,7 +15,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.remote_data import is_url
 from trainers.data.data_file import DataFile
-from trainers.data.files import KINDS, hub_mistake, looks_like_hub_id, resolve
+from trainers.data.files import KINDS, hub_mistake, ignored_files, looks_like_hub_id, resolve, unreadable
 from trainers.data.folders import files_of_split
 from trainers.data.local_copies import VERSIONS, explained, file_system, refuse_other_content
 from trainers.run.log import without_secrets
@@ -26,8 +26,8 @@ _WAITS = (1.0, 4.0, 16.0)
 """Seconds before a request that failed is sent again."""
 
 
-def files_in_place(config: TrainConfig) -> list[DataFile]:
-    """The files of the training data, of which none is downloaded.
+def files_in_place(config: TrainConfig) -> tuple[list[DataFile], list[str]]:
+    """The files of the training data, of which none is downloaded, and those left out, each with the reason.
 
     Raises:
         ConfigError: if the data does not exist or cannot be listed.
@@ -36,8 +36,8 @@ def files_in_place(config: TrainConfig) -> list[DataFile]:
     if is_url(name):
         return _files_at(name, config.dataset_split, option)
     if not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):
-        return _files_on_hub(name, config.dataset_config_name, config.dataset_split, option)
-    return resolve(config, "train")
+        return _files_on_hub(name, config.dataset_config_name, config.dataset_split, option), []
+    return resolve(config, "train"), ignored_files(config, "train")
 
 
 def _files_on_hub(name: str, config_name: str | None, split: str, option: str) -> list[DataFile]:
@@ -49,27 +49,30 @@ def _files_on_hub(name: str, config_name: str | None, split: str, option: str) -
         urls = list((data_files or {})[split])
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise ConfigError(hub_mistake(name, config_name, split, option, error)) from None
-    return [_file_at(url, f"{name}/{url.partition('@')[2].partition('/')[2] or url}", option) for url in urls]
+    if elsewhere := [url for url in urls if not url.startswith(f"hf://datasets/{name}@")]:
+        raise ConfigError(
+            f"{option}={name} has its data elsewhere, such as at {elsewhere[0]}; name that, if you trust it"
+        )
+    return [_file_at(url, f"{name}/{url.partition('@')[2].partition('/')[2]}", option) for url in urls]
 
 
-def _files_at(url: str, split: str, option: str) -> list[DataFile]:
-    """The files at a URL: one, those of a pattern, or those of a split below a folder."""
-    is_pattern = any(letter in url for letter in "*?[")
+def _files_at(url: str, split: str, option: str) -> tuple[list[DataFile], list[str]]:
+    """The file at a URL, or those of a split that match a pattern; and the others."""
+    if not any(letter in url for letter in "*?[") or url.startswith(("http://", "https://")):
+        return [_file_at(url, url.partition("?")[0], option)], []
     with explained(url, option):
         fs, path = file_system(url)
-        if url.startswith(("http://", "https://")) or not (is_pattern or fs.isdir(path)):
-            return [_file_at(url, url.partition("?")[0], option)]
-        paths = sorted(fs.glob(path) if is_pattern else fs.find(path))
-    names = [name for name in paths if PurePosixPath(name).suffix.lower() in KINDS]
-    if not names:
-        raise ConfigError(f"{option}={url} has no data file; it needs files ending in {', '.join(KINDS)}")
-    chosen = files_of_split(names, split, url, "dataset_split", explicit=is_pattern).names
-    return [_file_at(fs.unstrip_protocol(name), name, option) for name in chosen]
+        found = fs.glob(path, detail=True).items()
+    paths = [name for name, details in found if details.get("type") != "directory"]
+    if not paths:
+        raise ConfigError.about(option, url, "matches no file", "check the pattern")
+    root = os.path.commonpath([os.path.dirname(name) for name in paths])
+    names = {os.path.relpath(name, root): name for name in sorted(paths)}
+    listing = files_of_split(list(names), split, url, "dataset_split", explicit=True)
+    return [_file_at(fs.unstrip_protocol(names[name]), names[name], option) for name in listing.names], listing.ignored
 
 
 def _file_at(url: str, label: str, option: str) -> DataFile:
-    if os.path.isabs(url):  # a data set on disk
-        return DataFile(url, label, PurePosixPath(url).name, _kind(url, label, option), os.path.getsize(url))
     name = PurePosixPath(url.partition("?")[0]).name
     kind = _kind(name, label, option)
     with explained(url, option):
@@ -77,8 +80,8 @@ def _file_at(url: str, label: str, option: str) -> DataFile:
         facts = fs.info(path)
     refuse_other_content(url, option, facts, name)
     version = next((str(facts[key]) for key in VERSIONS if facts.get(key)), "")
-    if not facts.get("size") or not version:
-        missing = "size" if not facts.get("size") else "version (ETag or Last-Modified)"
+    if facts.get("size") is None or not version:
+        missing = "size" if facts.get("size") is None else "version (ETag or Last-Modified)"
         problem = f"is not read in place: its server does not tell its {missing}"
         raise ConfigError.about(option, url, problem, "leave out dataset_streaming")
     return DataFile(url, label, name, kind, int(facts["size"]), digest=f"{facts['size']} {version}")
@@ -93,13 +96,29 @@ def _kind(path: str, label: str, option: str) -> str:
     return KINDS[suffix]
 
 
-def open_file(file: DataFile) -> BinaryIO:
-    """A data file for reading from start to end, wherever it lies.
+def version_of(file: DataFile) -> tuple[int, str]:
+    """Size and version of a file as it is now.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    if is_url(file.path):
+        now = _file_at(file.path, file.display_name, "dataset_name")
+        return now.size, now.digest
+    try:
+        status = os.stat(file.path)
+    except OSError as error:
+        raise unreadable(file.display_name, error) from None
+    return status.st_size, str(status.st_mtime_ns)
+
+
+def open_file(file: DataFile, end: int | None = None) -> BinaryIO:
+    """A data file for reading up to `end` or its own end, wherever it lies.
 
     Raises:
         OSError: if it cannot be read.
     """
-    return io.BufferedReader(RemoteFile(file), _BLOCK) if is_url(file.path) else open(file.path, "rb")
+    return io.BufferedReader(RemoteFile(file, end), _BLOCK) if is_url(file.path) else open(file.path, "rb")
 
 
 class RemoteFile(io.RawIOBase):
@@ -107,12 +126,14 @@ class RemoteFile(io.RawIOBase):
 
     Args:
         file: its `path` is a URL.
+        end: where reading ends; None for its end.
 
     Raises:
         OSError: whatever its file system raises.
     """
 
-    def __init__(self, file: DataFile):
+    def __init__(self, file: DataFile, end: int | None = None):
+        self._end = file.size if end is None else end
         fs, path = file_system(file.path)
         self._file: Any = self._try(lambda: fs.open(path, "rb", cache_type="none", size=file.size))
 
@@ -130,10 +151,11 @@ class RemoteFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         """Reads from the current position."""
         start = self._file.tell()
+        length = max(0, min(len(buffer), self._end - start))
 
         def request() -> bytes:
             self._file.seek(start)
-            content: bytes = self._file.read(len(buffer))
+            content: bytes = self._file.read(length) if length else b""
             return content
 
         content = self._try(request)

@@ -28,7 +28,6 @@ from trainers.config.options import TrainConfig
 from trainers.config.remote_data import is_url
 from trainers.data.cache import CacheWriter, TokenSet, open_cache
 from trainers.data.data_file import DataFile
-from trainers.data.files import ignored_files
 from trainers.data.fill_cache import (
     cores,
     data_fingerprint,
@@ -42,8 +41,9 @@ from trainers.data.fill_cache import (
 from trainers.data.joined import JoinedSet
 from trainers.data.local_copies import cache_dir
 from trainers.data.progress import Progress
-from trainers.data.remote import files_in_place
+from trainers.data.remote import files_in_place, version_of
 from trainers.data.report import Report
+from trainers.data.shards import changed
 from trainers.data.sources import plan
 from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import TokenizeTask
@@ -54,6 +54,7 @@ SHARD_BYTES = 1 << 20
 """Least bytes of a shard, the unit in which the order of an epoch is shuffled."""
 _MIB = 1 << 20
 _PLAN = "shards.json"
+_TRIES = 5
 
 
 class Window(NamedTuple):
@@ -95,7 +96,9 @@ class Stream:
 
     def __init__(self, config: TrainConfig):
         self.config = config
-        self.files = files_in_place(config)
+        self.files, self._ignored = files_in_place(config)
+        self._versions = {file.path: (file.size, file.digest) if is_url(file.path) else version_of(file)
+                          for file in self.files}  # fmt: skip
         for file in self.files:
             _refuse_whole(file)
         self._of_shards = _sha256([data_fingerprint(config, "train", self.files), SHARD_BYTES])
@@ -105,6 +108,7 @@ class Stream:
         self.tasks, self.left_out = self._known_plan() or self._planned()
         self.shards = [shard for ((shard, _, _),) in (task.shards for task in self.tasks)]
         self.rows = sum(shard.rows for shard in self.shards)
+        self.is_remote = any(is_url(file.path) for file in self.files)
         self._windows: tuple[int, list[list[int]]] = (-1, [])
         self._in_use: list[int] = []
 
@@ -178,21 +182,23 @@ class Stream:
             ConfigError: as for `prepare`, about the rows of this window.
         """
         numbers = self.windows(window.epoch)[window.number]
-        parts = [self.cached(number) for number in numbers]
-        if any(part is None for part in parts):
+        for _ in range(_TRIES):  # another run may make room for its own shards before these are opened
+            parts = [part for part in map(self.cached, numbers) if part is not None]
+            if len(parts) == len(numbers):
+                break
             with locked(self.folder, None):
-                parts = [self.cached(number) for number in numbers]
-                missing = [number for number, part in zip(numbers, parts, strict=True) if part is None]
+                missing = [number for number in numbers if self.cached(number) is None]
                 self._tokenise(missing, keep={*numbers, *self._in_use}, shows=window == (0, 0))
-                parts = [self.cached(number) for number in numbers]
-        opened = [part for part in parts if part is not None]
-        if len(opened) < len(parts):
+        else:
             raise ConfigError(f"tokenized data in {self.folder} cannot be read back; check the disk, or set cache_dir")
+        if window == (0, 0):
+            self._refuse_small_cache([self._path(number) for number in numbers])
         self._in_use = numbers
-        window_set = WindowSet(self, window, opened, self._report(window, opened))
-        refuse_bad(window_set.report, self.config)
-        refuse_nothing(window_set.report, splits=True)
-        return window_set
+        report = self._report(window, parts)
+        refuse_bad(report, self.config)
+        refuse_nothing(report, splits=True)
+        with_documents = [part for part in parts if len(part)]
+        return WindowSet(self, window, with_documents, report)
 
     def _report(self, window: Window, parts: Iterable[TokenSet]) -> Report:
         name = f"{self.config.training_data} (window {window.number + 1} of {len(self.windows(window.epoch))})"
@@ -200,8 +206,7 @@ class Stream:
         for part in parts:
             report.merge(part.report)
             report.formats = sorted({*report.formats, *part.report.formats})
-        if not is_url(self.files[0].path):
-            report.ignored_files = ignored_files(self.config, "train")
+        report.ignored_files = self._ignored
         return report
 
     def _path(self, number: int) -> Path:
@@ -232,7 +237,7 @@ class Stream:
             return
         options = options_of(self.config, self._encoder)
         processes = max(1, min(len(numbers), self.config.dataset_num_proc or cores()))
-        name, room = self.config.model_name_or_path, _Room(self.folder, self.limit)
+        name, kept = self.config.model_name_or_path, {self._path(shard) for shard in keep}
         total = sum(self.shards[number].rows for number in numbers)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -249,22 +254,33 @@ class Stream:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
                         self._publish(number, task, report)
-                        room.make(self._path(number), {self._path(shard) for shard in keep})
+                        _make_room(self.folder.parent, self.limit, kept)
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(
                 f"cannot write tokenized data to {self.folder}: {reason}; free space there, or set cache_dir"
             ) from None
-        if room.missing:
+
+    def _refuse_small_cache(self, first: list[Path]) -> None:
+        """Raises ConfigError if the cache does not hold the window in use and the one after it, by the first one."""
+        needed = 2 * sum(map(_bytes_of, first))
+        if needed > self.limit:
             problem = (
                 f"MiB do not hold two windows of streaming_window={self.config.streaming_window:,} rows "
-                f"({room.used / _MIB:,.0f} MiB)"
+                f"({needed / _MIB:,.0f} MiB)"
             )
-            remedy = f"use {-(-room.used // _MIB) + 1} or more, or a smaller streaming_window"
+            remedy = f"use {-(-needed // _MIB) + 1} or more, or a smaller streaming_window"
             raise ConfigError.about("streaming_cache", self.config.streaming_cache, problem, remedy)
 
     def _publish(self, number: int, task: TokenizeTask, report: Report) -> None:
-        """Makes a cache folder of the part files of a shard."""
+        """Makes a cache folder of the part files of a shard.
+
+        Raises:
+            ConfigError: if its file has changed since the stream was opened.
+        """
+        file = self.shards[number].file
+        if version_of(file) != self._versions[file.path]:
+            raise changed(file.display_name)
         writer = CacheWriter(self._path(number))
         try:
             writer.append(task)
@@ -274,34 +290,23 @@ class Stream:
             writer.discard()
 
 
-class _Room:
-    """The space that all streams of a cache folder take, and which of their shards were used least recently.
+def _make_room(streams: Path, limit: int, keep: set[Path]) -> None:
+    """Removes the shards of all streams that were used least recently, until the others fit; never those to keep.
 
     Args:
-        folder: the stream's folder.
+        streams: the folder of all streams.
         limit: bytes.
+        keep: folders of shards.
     """
-
-    def __init__(self, folder: Path, limit: int):
-        self.limit, self.missing = limit, False
-        shards = [path for path in folder.parent.glob("*/[0-9]*") if path.suffix == "" and path.is_dir()]
-        self._sizes = {path: _bytes_of(path) for path in sorted(shards, key=_used_at)}
-
-    @property
-    def used(self) -> int:
-        """Bytes of all shards."""
-        return sum(self._sizes.values())
-
-    def make(self, added: Path, keep: set[Path]) -> None:
-        """Counts a new shard, and removes others until all fit; those to keep never are."""
-        self._sizes[added] = _bytes_of(added)
-        for path in list(self._sizes):
-            if self.used <= self.limit:
-                return
-            if path not in keep:
-                shutil.rmtree(path, ignore_errors=True)
-                del self._sizes[path]
-        self.missing = self.missing or self.used > self.limit
+    folders = [path for path in streams.glob("*/[0-9]*") if path.suffix == "" and path.is_dir()]
+    sizes = {path: _bytes_of(path) for path in folders}
+    used = sum(sizes.values())
+    for path in sorted(folders, key=_used_at):
+        if used <= limit:
+            return
+        if path not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+            used -= sizes[path]
 
 
 def _sha256(values: list[Any]) -> str:
@@ -325,12 +330,10 @@ def _bytes_of(folder: Path) -> int:
 
 
 def _refuse_whole(file: DataFile) -> None:
-    """Raises ConfigError for data that is held whole before its first row is read."""
-    wholes: dict[str, str] = {
-        "json": "is a list, which is held in memory whole; write one object per line (.jsonl)",
-    }
-    if file.kind in wholes:
-        raise ConfigError(f"dataset_streaming: {file.display_name} {wholes[file.kind]}, or leave out dataset_streaming")
+    """Raises ConfigError for a file that is held whole before its first row is read."""
+    if file.kind == "json":
+        problem = f"dataset_streaming: {file.display_name} is a .json file, which is read as a whole"
+        raise ConfigError(f"{problem}; write one object per line (.jsonl), or leave out dataset_streaming")
 
 
 def stream_lines(documents: Any) -> list[str]:

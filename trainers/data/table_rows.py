@@ -148,7 +148,7 @@ def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
 
 def read_csv(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The rows of a CSV or TSV shard."""
-    with open_file(shard.file) as stream:
+    with open_file(shard.file, shard.end) as stream:
         columns = len(shard.header)
         records = _csv_records(stream, shard.start, shard.end, shard.line, shard.delimiter, columns)
         for _, line, fields in records:

@@ -49,7 +49,7 @@ def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[Fil
 
 def read_text(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
     """The documents of a text shard, each as a row with `text`."""
-    with open_file(shard.file) as stream:
+    with open_file(shard.file, shard.end) as stream:
         for _, line, content in _text_records(stream, shard.start, shard.end, shard.line, sample_by):
             yield line, too_large() if content is None else _text_row(content)
 

@@ -22,6 +22,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data import remote, stream
 from trainers.data.stream import Stream, Window
+from trainers.data.tokenizer import load_tokenizer
 
 ROWS = 300
 
@@ -84,6 +85,37 @@ def test_of_parquet_only_what_is_read_is_fetched(hub: FakeHub, tmp_path: Path) -
     assert window.report.unused["note"] == 60, "the column that is not read is named"
 
 
+def test_of_other_files_each_byte_is_fetched_once_to_plan_and_once_to_read(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "SHARD_BYTES", 200_000)
+    path = write(hub.folder / "rows" / "data" / "rows.jsonl", texts(40_000))
+    reading = Stream(configured(url_of(hub, path.name), tmp_path / "cache", streaming_window=10**6))
+    planned, size = hub.sent[path.name], path.stat().st_size
+    assert size > 1e6
+    assert planned < 2.2 * size, "the format is found in its first block"
+    reading.open(Window(0, 0))
+    assert hub.sent[path.name] - planned < 1.1 * size
+
+
+def test_a_file_that_changes_while_it_is_streamed_ends_the_run(hub: FakeHub, tmp_path: Path) -> None:
+    for name in (url_of(hub, "rows.jsonl"), str(hub.folder / "rows" / "data" / "rows.jsonl")):
+        path = write(hub.folder / "rows" / "data" / "rows.jsonl", texts(ROWS))
+        reading = Stream(configured(name, tmp_path / "cache"))
+        reading.open(Window(0, 0))
+        write(path, [{"text": row["text"].replace("row", "ROW")} for row in texts(ROWS)])
+        with pytest.raises(ConfigError, match="changed while it was read"):
+            reading.open(Window(0, 1))
+        write(path, texts(ROWS))
+        again = Stream(configured(name, tmp_path / "cache"))
+        assert not any("ROW" in text for text in decoded(again.open(Window(0, 1))))
+
+
+def decoded(documents: Any) -> list[str]:
+    tokenizer = load_tokenizer(configured("unused", Path("unused")))
+    return [tokenizer.decode(documents.document(number)[0].tolist()) for number in range(len(documents))]
+
+
 def test_another_version_of_a_file_is_other_data(hub: FakeHub, tmp_path: Path) -> None:
     config = configured(url_of(hub, "rows.jsonl"), tmp_path / "cache")
     before = Stream(config).fingerprint
@@ -98,19 +130,18 @@ def test_what_cannot_be_read_is_refused_by_name(hub: FakeHub, tmp_path: Path) ->
             Stream(configured(url, tmp_path / "cache")).open(Window(0, 0))
         return str(error.value)
 
-    assert f"dataset_name={url_of(hub, 'other.jsonl')} does not exist, or" in refused(url_of(hub, "other.jsonl"))
+    assert f"dataset_name={url_of(hub, 'other.jsonl')} does not exist" in refused(url_of(hub, "other.jsonl"))
     (hub.folder / "rows" / "data" / "rows.tar").write_text("x")
     assert "ends in '.tar'" in refused(url_of(hub, "rows.tar"))
-    assert "or its server is out of reach" in refused("http://127.0.0.1:9/rows.jsonl")
-    assert "cannot be read" in refused("nonsense://rows.jsonl")
+    assert "cannot be downloaded" in refused("http://127.0.0.1:9/rows.jsonl")
     (hub.folder / "rows" / "data" / "list.json").write_text(json.dumps(texts(3)))
-    assert "is a list" in refused(url_of(hub, "list.json"))
+    assert "is a .json file, which is read as a whole" in refused(url_of(hub, "list.json"))
     hub.refusals = {"rows.jsonl": BROKEN}
-    assert "or its server is out of reach" in refused(url_of(hub, "rows.jsonl"))
+    assert "cannot be downloaded" in refused(url_of(hub, "rows.jsonl"))
 
 
 def test_a_request_that_fails_is_sent_again(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (file,) = remote.files_in_place(configured(url_of(hub, "rows.jsonl"), tmp_path / "cache"))
+    (file,), _ = remote.files_in_place(configured(url_of(hub, "rows.jsonl"), tmp_path / "cache"))
     content = (hub.folder / "rows" / "data" / "rows.jsonl").read_bytes()
     waited = list[float]()
 
@@ -172,10 +203,17 @@ def test_files_in_a_bucket_are_read_in_place(hub: FakeHub, tmp_path: Path, monke
         bucket.mkdir("data")
         for name in ("train.parquet", "rows.jsonl"):
             bucket.put(str(hub.folder / "rows" / "data" / name), f"data/set/{name}")
-        for url, count in (("s3://data/set/train.parquet", 1), ("s3://data/set/*.jsonl", 1), ("s3://data/set", 2)):
-            files = remote.files_in_place(configured(url, tmp_path / "cache"))
-            assert len(files) == count
-            assert all(file.path.startswith("s3://data/set/") for file in files)
+        bucket.put(str(hub.folder / "rows" / "data" / "rows.jsonl"), "data/set/test.jsonl")
+        for url, names, others in (
+            ("s3://data/set/train.parquet", ["train.parquet"], []),
+            ("s3://data/set/r*.jsonl", ["rows.jsonl"], []),
+            ("s3://data/s?t/*", ["rows.jsonl", "train.parquet"], ["test.jsonl (split test)"]),
+        ):
+            files, left_out = remote.files_in_place(configured(url, tmp_path / "cache"))
+            assert [file.path for file in files] == [f"s3://data/set/{name}" for name in names]
+            assert left_out == others
+        with pytest.raises(ConfigError, match="s3://data/set is a folder"):
+            remote.files_in_place(configured("s3://data/set", tmp_path / "cache"))
         there = first_documents(configured("s3://data/set/train.parquet", tmp_path / "there"))
         assert there == first_documents(configured(str(hub.folder / "rows/data/train.parquet"), tmp_path / "local"))
         with pytest.raises(ConfigError, match="does not exist"):

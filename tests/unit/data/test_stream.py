@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -196,6 +199,63 @@ def test_rows_of_two_windows_share_a_batch_and_none_is_repeated_on_another_rank(
     assert crossed >= 2, "control: some batches cross the end of a window"
 
 
+def test_a_batch_may_hold_rows_of_several_windows(data: Path) -> None:
+    """Long rows at first: other windows have fewer packed rows than a batch."""
+    rows = [{"text": f"long {number} " * 12} for number in range(60)] + [{"text": f"{number}"} for number in range(240)]
+    write(data, rows)
+    shards = Stream(config_of(data)).shards
+    is_long_first = (seed for seed in range(50) if shards[_first_shard(data, seed)].line < 50)
+    plan = planned(config_of(data, seed=next(is_long_first), streaming_window=12, global_batch_size=6))
+    assert max(len(plan.chosen(step)[0].bounds) - 1 for step in range(12)) > 2
+    lines, step = Counter[int](), 0
+    while plan.epochs(step) < 1.2:
+        lines += Counter(map(line_of, plan.locations(step)))
+        step += 1
+    assert {*lines} == {*range(1, 301)}
+
+
+def _first_shard(data: Path, seed: int) -> int:
+    return Stream(config_of(data, seed=seed, streaming_window=12)).windows(0)[0][0]
+
+
+def test_shards_without_documents_are_passed_over(data: Path) -> None:
+    broken = ['{"text": "' + "x" * 900] * 3
+    rows = [*texts(100), *broken, *texts(100)]
+    plan = planned(config_of(write(data, rows), bad_rows="skip", streaming_window=120, packing=False))
+    walk(plan, 60)
+    lines = {line_of(place) for step in range(60) for place in plan.locations(step)}
+    assert len(lines) > 150
+    assert not lines & {101, 102, 103}
+
+
+def test_two_runs_share_a_cache_that_is_too_small_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "_MIB", 4096)
+    paths = [write(tmp_path / f"rows-{name}.jsonl", texts(300 + number)) for number, name in enumerate("ab")]
+    configs = [config_of(path, packing=False, streaming_cache=9) for path in paths]
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(walk, planned(config), 40) for config in configs]
+    assert [future.result() for future in done] == [40, 40]
+
+
+def test_a_stop_does_not_wait_for_the_next_window(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, released = planned(config_of(data, packing=False)), Event()
+    batches = plan.batches(0, 0)
+    opened = plan.stream.open
+    monkeypatch.setattr(plan.stream, "open", lambda window: (released.wait(60), opened(window))[1])
+    for _ in range(len(plan.rows) // 4):
+        next(batches)
+    began = time.monotonic()
+    batches.close()
+    assert time.monotonic() - began < 5
+    released.set()
+
+
+def test_a_position_that_the_stream_does_not_have_is_refused(data: Path) -> None:
+    plan = planned(config_of(data, streaming_window=600))
+    with pytest.raises(TrainingError, match="the checkpoint is in window 10 of epoch 1, which has 1 now"):
+        plan.restore(50, {"epoch": 0, "window": 9, "rows": 17})
+
+
 def test_a_bad_row_is_refused_when_its_window_comes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(data, packing=False)
     windows = Stream(config).windows(0)
@@ -235,9 +295,10 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
         ({"objective": "dpo"}, "with objective=dpo"),
         (
             {"streaming_window": 1, "global_batch_size": 40},
-            "streaming_window=1 gives .* rows in window 1 of epoch 1.*make it larger",
+            "streaming_window=1 gives .* at first.*make it larger",
         ),
         ({"global_batch_size": 400}, "streaming_window=60 gives .* fewer than global_batch_size=400"),
+        ({"global_batch_size": 400, "streaming_window": 999}, "global_batch_size=400 is larger than the data"),
     ],
 )
 def test_what_does_not_fit_a_stream_is_refused(data: Path, changes: dict[str, Any], problem: str) -> None:
@@ -248,7 +309,7 @@ def test_what_does_not_fit_a_stream_is_refused(data: Path, changes: dict[str, An
 def test_data_that_is_held_whole_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = data.with_name("rows.json")
     rows.write_text(json.dumps(texts(5)))
-    with pytest.raises(ConfigError, match=r"rows.json is a list.*\.jsonl"):
+    with pytest.raises(ConfigError, match=r"rows.json is a .json file, which is read as a whole.*\.jsonl"):
         prepare(config_of(rows), "train")
     missing = data.with_name("nothing.jsonl")
     with pytest.raises(ConfigError, match="does not exist"):
@@ -261,10 +322,10 @@ def test_a_cache_that_is_too_small_is_refused_with_the_size_that_would_do(
     monkeypatch.setattr(stream, "_MIB", 4096)
     path = write(tmp_path / "rows.jsonl", texts(600))
     with pytest.raises(ConfigError, match=r"streaming_cache=1 .*two windows") as refused:
-        walk(planned(config_of(path, streaming_cache=1, packing=False)), 40)
+        prepare(config_of(path, streaming_cache=1, packing=False), "train")
     enough = re.search(r"use (\d+) or more", str(refused.value))
     assert enough is not None
-    walk(planned(config_of(path, streaming_cache=3 * int(enough[1]), packing=False)), 40)
+    walk(planned(config_of(path, streaming_cache=int(enough[1]), packing=False)), 40)
 
 
 def test_the_start_says_what_is_promised_and_what_is_not(data: Path) -> None:
