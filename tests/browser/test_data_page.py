@@ -89,7 +89,7 @@ def test_a_mix_is_counted_source_by_source_with_its_languages(new_page: Tabs, se
     page.get_by_role("checkbox", name="Languages").check()
     page.locator("#data-count").click()
     expect(page.get_by_role("region", name="Languages")).to_contain_text("de")
-    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["desktop"][0]
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["wide"][0]
     axe(page)
 
 

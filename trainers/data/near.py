@@ -47,7 +47,7 @@ def _word_hash(word: str) -> int:
 
 
 def shingles(text: str) -> npt.NDArray[np.uint64]:
-    """`[shingles]` hashes of the different runs of `SHINGLE_WORDS` words in a text, in order; case and signs do not count."""
+    """`[shingles]` hashes of the different runs of `SHINGLE_WORDS` words, in order; case and signs do not count."""
     terms = _WORD.findall(text.lower()) or [text]
     hashes = np.array([_word_hash(word) for word in terms], dtype=np.uint64)
     count = min(SHINGLE_WORDS, len(terms))
@@ -77,7 +77,7 @@ def bands_of(threshold: float) -> tuple[int, int]:
 class TextSet:
     """The texts of some rows with their sketches; use it in a `with` block.
 
-    Texts and shingles lie in temporary files; memory holds one to two kilobytes for each row.
+    Texts and shingles lie in temporary files; memory holds about a kilobyte for each row, four while rows are compared.
 
     Args:
         rows: the rows; of a pair, the chosen answer counts.

@@ -30,8 +30,8 @@ def compare(config: TrainConfig, threshold: float, near: bool, against: TrainCon
     Raises:
         ConfigError: if data cannot be read, or rensa is not installed.
     """
-    answer: dict[str, Any] = {"threshold": threshold, "shingle_words": SHINGLE_WORDS, "within": None, "evaluation": None,
-                              "across": None, "against": None}  # fmt: skip
+    answer: dict[str, Any] = dict.fromkeys(("within", "evaluation", "across", "against"))
+    answer |= {"threshold": threshold, "shingle_words": SHINGLE_WORDS}
     with ExitStack() as stack:
         train = stack.enter_context(TextSet(rows_as_read(config, "train"), "training data"))
         answer["unread"] = {"training": _unread(train)}
