@@ -200,6 +200,9 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", metavar="", help="Merge the adapters into the base model.")
     ] = False,
+    ema: Annotated[
+        bool, typer.Option("--ema", metavar="", help="Export the moving average of the weights (ema_decay).")
+    ] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="<dir>", help="Output folder; default: export-KIND in the run folder.")
     ] = None,
@@ -213,7 +216,9 @@ def export(
     """Export a checkpoint to a folder that transformers or peft can load."""
     from app.commands.runs import export_verb
 
-    return export_verb(run, checkpoint, merged, output, dtype, runs_dir, json)
+    return export_verb(
+        run, checkpoint, merged=merged, averaged=ema, output=output, dtype=dtype, runs_dir=runs_dir, as_json=json
+    )
 
 
 @app.command()

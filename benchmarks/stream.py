@@ -29,7 +29,7 @@ from trainers.config.options import TrainConfig
 
 MIB = 1 << 20
 TURNS = 3
-STEPS = 60
+STEPS = 150
 
 
 class Alone:
@@ -70,7 +70,7 @@ def streamed_here(data: Path, cache: Path, limit: int, window: int) -> dict[str,
         while not done.wait(0.2):
             disk = max(disk, _size_of(cache) / MIB)
 
-    watcher = threading.Thread(target=watch)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     plan = plan_training(config, prepare(config, "train"), 1)
     assert isinstance(plan, StreamPlan)
@@ -129,14 +129,14 @@ def wait_table(turns: int) -> None:
         sources = [{"dataset_name": data, "name": "a", "weight": 3}, {"dataset_name": data, "name": "b"}]
         (folder / "mix.yaml").write_text(yaml.safe_dump({"sources": sources}))
         common = {
-            "model_name_or_path": "embedded", "eval_dataset_name": "none", "max_length": 1024, "global_batch_size": 16,
+            "model_name_or_path": "embedded", "eval_dataset_name": "none", "max_length": 256, "global_batch_size": 8,
             "per_device_train_batch_size": 4, "max_steps": STEPS, "learning_rate": 1e-4, "logging_steps": 1,
             "cache_dir": f"{folder}/cache",
         }  # fmt: skip
         kinds: dict[str, dict[str, Any]] = {
             "read in full": {"dataset_name": data},
             "mix": {"mix": str(folder / "mix.yaml"), "dataset_name": "none"},
-            "stream": {"dataset_name": data, "dataset_streaming": True, "streaming_window": 4000},
+            "stream": {"dataset_name": data, "dataset_streaming": True, "streaming_window": 500},
         }
         for turn in range(turns):
             for kind, own in kinds.items():

@@ -24,6 +24,7 @@ from trainers.checkpoint.remote import RemoteCopy, is_url, split_step
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import about_frozen
+from trainers.data.batches import TrainPlan
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet
 from trainers.model.attention import KERNELS, avoid_cudnn
@@ -40,6 +41,7 @@ from trainers.monitor.self_check import DtypeProbe
 from trainers.objectives.load_balancing import balancing_lines
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.objective import document_loss
+from trainers.parallel.adafactor import Adafactor
 from trainers.parallel.backend import Backend
 from trainers.parallel.cpu import adapt_to_cpu
 from trainers.parallel.experts import divide_experts
@@ -52,6 +54,7 @@ from trainers.parallel.replicated import Replicated
 from trainers.parallel.sequence import refuse_unsplittable_rows, share_rows
 from trainers.parallel.shards import check_coverage
 from trainers.parallel.tensor import split_model
+from trainers.principal import set_initial_adapter
 from trainers.run.compatibility import plain, recorded_versions
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, read_json
@@ -140,13 +143,16 @@ def _over_group(ddp: DistributedDataParallelKwargs, group: Any) -> Any:
     return narrowed
 
 
-def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = ()) -> LossModule:
+def module(
+    config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | None] = (), plan: TrainPlan | None = None
+) -> LossModule:
     """Builds the model and its loss before any strategy wraps it, and leaves the base's weights in their files.
 
     Args:
         config: the run's config.
         main_rank: whether this rank prints.
         splits: the data sets, whose token ids and lengths the model must support.
+        plan: the batches; it checks what a stream reads later.
 
     Raises:
         ConfigError: if the model cannot be loaded, or a token id or position has no embedding.
@@ -161,10 +167,15 @@ def module(config: TrainConfig, main_rank: bool, splits: Sequence[TokenSet | Non
     offloads = config.gradient_checkpointing and config.activation_offloading
     loss = LossModule(model, compute_dtype(config), offloads, document_loss(config))
     loss.stored = stored
+    if config.neftune_noise_alpha > 0:
+        loss.accept_noise()
     if main_rank and (lines := adapter_lines(model) + balancing_lines(loss.balancing)):
         print("\n".join(lines), flush=True)
     add_frozen(config, loss, splits)
-    document_check(config, loss)(*splits)
+    check = document_check(config, loss)
+    check(*splits)
+    if plan is not None:
+        plan.check = check
     return loss
 
 
@@ -223,7 +234,7 @@ def backend(
     if strategy.distributed_type in ("FSDP", "DEEPSPEED") or strategy.splits_model:
         check_coverage(backend.shards(), ranks)
     optimizer = getattr(backend.optimizer, "optimizer", backend.optimizer)
-    if isinstance(optimizer, Muon):
+    if isinstance(optimizer, (Muon, Adafactor)):
         optimizer.attach(backend.shapes, backend.shards_of, ranks)
     with DtypeProbe(loss) as dtypes:
         splits_rows, stock = mesh.sizes.sequence_shards > 1, mesh.sizes.pp == 1
@@ -366,7 +377,7 @@ def resume_folder(config: TrainConfig, checkpoints: Checkpoints) -> Path | None:
 def load_first_weights(
     config: TrainConfig, checkpoints: Checkpoints, folder: Path | None, loss: LossModule
 ) -> Progress:
-    """Loads the weights that this attempt begins with: those of a checkpoint, or of the run to start from.
+    """Loads the weights that this attempt begins with: those of a checkpoint, or of the run to start from. Collective.
 
     Args:
         config: the run's config.
@@ -377,13 +388,16 @@ def load_first_weights(
     Raises:
         ConfigError: if the adapter that `from_run` names does not fit.
     """
+    progress = Progress()
     if folder is not None:
-        return checkpoints.load(folder, loss.model, loss.stored)
-    if adapter_of(config):
+        progress = checkpoints.load(folder, loss.model, loss.stored)
+    elif adapter_of(config):
         from trainers.model.adapter import load_start  # imports peft, which other runs do without
 
         load_start(config, loss.model)
-    return Progress()
+    if config.method != "full" and config.init_lora_weights == "pissa":
+        set_initial_adapter(checkpoints, folder, loss)
+    return progress
 
 
 def _is_own(source: str, checkpoints: Checkpoints) -> bool:

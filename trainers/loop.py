@@ -263,7 +263,7 @@ class TrainLoop:
         context, step = self.context, self.progress.step
         beat, size = partial(context.heartbeat.at, step=step), context.config.per_device_eval_batch_size
         assert context.eval_rows is not None
-        with self.window.pause():
+        with self.window.pause(), context.backend.evaluated_weights():
             if context.sampler is not None:
                 scores = context.sampler.evaluate(beat)
             else:

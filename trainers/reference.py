@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainers.data.prepare import cache_dir
+from trainers.data.local_copies import cache_dir
 from trainers.data.rows import Rows
 from trainers.evaluation import reference_log_probs
 from trainers.monitor.heartbeat import LONG_LIMIT
@@ -36,10 +36,11 @@ _UNRELATED = frozenset({
     "undesirable_weight", "num_train_epochs", "max_steps", "learning_rate", "lr_scaling", "lr_scaling_batch_size",
     "lr_scheduler_type", "min_lr_ratio", "lr_num_cycles", "lr_power", "lr_decay_ratio", "lr_decay_type", "warmup_steps",
     "warmup_ratio", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "eval_steps", "optim",
-    "lion_beta1", "lion_beta2", "muon_momentum", "eval_on_start", "load_best_model_at_end", "metric_for_best_model",
-    "early_stopping_patience", "early_stopping_threshold", "logging_steps", "save_steps", "save_total_limit",
-    "checkpoint_url", "max_restarts", "hang_timeout", "non_finite", "loss_spike_factor", "share_gpus", "report_to",
-    "profile_steps", "profile_ranks", "merge_adapter", "export_dtype",
+    "lion_beta1", "lion_beta2", "muon_momentum", "ema_decay", "eval_on_start", "load_best_model_at_end",
+    "metric_for_best_model", "early_stopping_patience", "early_stopping_threshold", "logging_steps", "save_steps",
+    "save_total_limit", "checkpoint_url", "max_restarts", "hang_timeout", "non_finite", "loss_spike_factor",
+    "share_gpus", "report_to", "profile_steps", "profile_ranks", "merge_adapter", "export_dtype",
+    "embedding_learning_rate",
 })  # fmt: skip
 """Options that cannot change a bit of the values. All others count, so a new option is safe until it is listed."""
 _KERNELS = (

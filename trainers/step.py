@@ -145,6 +145,8 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
     updated = math.isfinite(loss) and math.isfinite(grad_norm)
     if loss_guard.is_finite(loss, grad_norm, config.mixed_precision):
         backend.step()
+        if updated and config.ema_decay is not None:
+            backend.update_average(config.ema_decay)
     else:
         _report_non_finite(context, step, loss, grad_norm, own_loss)
         backend.skip_step()

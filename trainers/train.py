@@ -39,7 +39,6 @@ from trainers.config.objective_file import read_file, split_objective
 from trainers.config.options import TrainConfig, choice_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
-from trainers.data.stream import stream_lines
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending, Retry
@@ -263,8 +262,7 @@ def train(
     accelerator, ranks, mesh = build.accelerator(config, strategy, run)
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
-    loss = build.module(config, main_rank, [data, eval_data])
-    plan.check = build.document_check(config, loss)
+    loss = build.module(config, main_rank, [data, eval_data], plan)
     base = ranks.broadcast(base_digest(loss.model, loss.stored) if main_rank else "")
     checkpoints = build.checkpoints(config, strategy, run, ranks, data.fingerprint, base, attempt)
     folder = build.resume_folder(config, checkpoints)
@@ -279,9 +277,8 @@ def train(
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
         print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
-        print(*notes, *report_lines(data, eval_data), *stream_lines(data), *choice_lines(config),
-              *pipeline_lines(config, strategy), *warnings(config, strategy, launch.supervised),
-              sep="\n", flush=True)  # fmt: skip
+        print(*notes, *report_lines(data, eval_data), *choice_lines(config), *pipeline_lines(config, strategy),
+              *warnings(config, strategy, launch.supervised), sep="\n", flush=True)  # fmt: skip
     refuse_differences(lines, ranks)
     CLOCK.ended("wrap")
 

@@ -17,7 +17,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import PREFERENCE
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
-from trainers.config.presets import find_preset, model_presets
+from trainers.config.presets import PRETRAIN, find_preset, model_presets
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import strategy_names
 
@@ -42,7 +42,7 @@ def run_demo(preset: str, gpus: str | None, num_processes: str | None, runs_dir:
     Raises:
         ConfigError: for an invalid request.
     """
-    presets = [f"{MODEL}-{name}" for name in model_presets(MODEL).methods]
+    presets = [f"{MODEL}-{name}" for name in model_presets(MODEL).methods if name != PRETRAIN]  # which has no answers
     if preset not in presets:
         raise ConfigError.about("preset", repr(preset), "is not one of the demo's", f"use {', '.join(presets)}")
     devices = {"gpus": gpus, "num_processes": num_processes}

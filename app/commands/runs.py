@@ -410,6 +410,7 @@ def export_verb(
     name: str,
     checkpoint: str | None,
     merged: bool,
+    averaged: bool,
     output: Path | None,
     dtype: str | None,
     runs_dir: Path,
@@ -418,7 +419,9 @@ def export_verb(
     """`tunesmith export`."""
     run = find_run(name, runs_dir)
     try:
-        exported: actions.Exported | None = actions.export(run, checkpoint, merged, output, dtype)
+        exported: actions.Exported | None = actions.export(
+            run, checkpoint, merged=merged, output=output, dtype=dtype, averaged=averaged
+        )
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")
         exported = None

@@ -26,10 +26,11 @@ from app.runs.runs import config_values, list_runs, run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
+from trainers.config.optimizer_options import SCHEDULE_FREE
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run import device_locks
-from trainers.run.folder import END_STATES, RunFolder, register, unregister, write_atomic
+from trainers.run.folder import END_STATES, RunFolder, export_name, register, unregister, write_atomic
 from trainers.run.record import RECORD
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -258,12 +259,22 @@ def move_beside(query: Any, runs_dir: Path) -> dict[str, Any]:
     return {"place": position, "of": len(rows)}
 
 
+def keeps_average(run: RunFolder) -> bool:
+    """Whether a run keeps a moving average of its weights.
+
+    Raises:
+        ConfigError: if its options cannot be read.
+    """
+    return Request(config=str(run.config)).resolve().ema_decay is not None
+
+
 def export(
     run: RunFolder,
     checkpoint: str | None = None,
     merged: bool = False,
     output: Path | None = None,
     dtype: str | None = None,
+    averaged: bool = False,
 ) -> Exported:
     """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
 
@@ -273,6 +284,7 @@ def export(
         merged: whether to merge the adapters into the base model.
         output: a new folder; default: `export-KIND` in the run folder.
         dtype: dtype of the weights, such as `bfloat16`; default: the run's `export_dtype`.
+        averaged: whether to export the moving average of the weights.
 
     Raises:
         ConfigError: for an invalid request.
@@ -281,15 +293,20 @@ def export(
     known = get_args(TrainConfig.model_fields["export_dtype"].annotation)
     if dtype is not None and dtype not in known:
         raise ConfigError(f"--dtype {dtype} is not a valid value; use {', '.join(known)}")
-    method = Request(config=str(run.config)).resolve().method
+    config = Request(config=str(run.config)).resolve()
+    method = config.method
+    if averaged and config.optim == SCHEDULE_FREE:
+        raise ConfigError(f"--ema: run {run.id} exports an average of its weights already; leave --ema out")
+    if averaged and config.ema_decay is None:
+        raise ConfigError(f"--ema: run {run.id} keeps no moving average of its weights; train with ema_decay=0.999")
     if merged and method == "full":
         raise ConfigError(f"--merged: run {run.id} has method=full, so it has no adapter to merge; leave --merged out")
     kind = "full" if method == "full" else "merged" if merged else "adapter"
-    target = (Path(os.path.expanduser(output)) if output else run.path / f"export-{kind}").absolute()
+    target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
     if output:
         _refuse_target(target)
     args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
-    args += ["--checkpoint", checkpoint] if checkpoint else []
+    args += [*(["--checkpoint", checkpoint] if checkpoint else []), *(["--ema"] if averaged else [])]
     argv = module_argv("trainers.checkpoint.export", [*args, *(["--dtype", dtype] if dtype else [])])
     status, printed, errors = run_program(argv, module_environment(), cwd=ROOT)
     lines = [line for line in errors.splitlines() if line.strip()]

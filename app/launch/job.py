@@ -26,6 +26,7 @@ from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, unexpected_argument
 from trainers.config.presets import find_preset, is_preset
+from trainers.config.remote_data import has_data_suffix
 from trainers.config.validation import MISSING, URL, ignored_choices
 from trainers.config.yaml_file import read_yaml
 from trainers.run.compatibility import changes_since_save
@@ -38,7 +39,6 @@ from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
 PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "mix", "eval_dataset_name",
           "chat_template", "cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")  # fmt: skip
-_DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md", ".arrow", ".gz", ".zst")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
@@ -113,7 +113,7 @@ def _names_a_file(word: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
         if Path(word).expanduser().exists():
             return True
-    return "/" in word or Path(word).suffix.lower() in (*_DATA_SUFFIXES, *_YAML_SUFFIXES)
+    return "/" in word or has_data_suffix(word) or Path(word).suffix.lower() in _YAML_SUFFIXES
 
 
 def _file_mistake(word: str) -> Mistake:

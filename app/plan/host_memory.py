@@ -36,7 +36,7 @@ def host_phases(
     teacher = TeacherBytes.of(counted).weights
     loaded = model + min(resident, teacher) if config.random_init else adapters + min(resident, model + teacher)
     # The ranks own the full tensors of a checkpoint in turn: each copies its own, and writes while training goes on.
-    state = config.state_bytes(full["trained_inside"], full["trained_outside"])
+    state = config.saved_state_bytes(full["trained_inside"], full["trained_outside"])
     checkpoint = (trained * weight + state) * ranks / world
     # Rank 0 rebuilds the full model after training, in fp32 if adapters are merged into it.
     exported = full["parameters"] * 4.0 if config.merge_adapter else model

@@ -168,7 +168,8 @@ def rank_memory(
         # Activations are freed as gradients are allocated; with accumulation, earlier gradients are there already.
         # Measured on a CPU alone: on a GPU, both are counted.
         activations -= min(activations, resting.get("gradients", 0.0))
-    memory |= {**resting, "gathered": _gathered(strategy, config, counted, share, on_gpu),
+    gathered = max(_gathered(strategy, config, counted, share, on_gpu), _orthogonalized(config, counted))
+    memory |= {**resting, "gathered": gathered,
                "activations": activations, "overhead": around}  # fmt: skip
     return memory, away
 
@@ -280,6 +281,11 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
     copies = 0 if on_gpu else strategy.fsdp_version
     backward = 2 * (share.trained_layer * in_layers + share.frozen_layer) + largest + copies * gradient
     return outside + max(backward, teacher.outside + 2 * teacher.layer)  # the teacher's are freed before
+
+
+def _orthogonalized(config: TrainConfig, counted: Mapping[str, Any]) -> float:
+    """Bytes that Muon takes for a full matrix in its step, when nothing else is gathered."""
+    return counted["whole"].get("orthogonalized", 0) * FP32 if config.optim == "muon" else 0.0
 
 
 def _size(strategy: Strategy, key: str, default: float, counted: Mapping[str, Any]) -> float:

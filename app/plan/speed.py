@@ -18,6 +18,7 @@ from trainers.strategy.traffic import (
     Term,
     activation_terms,
     casts_before_gathers,
+    muon_terms,
     teacher_terms,
     weight_terms,
 )
@@ -59,10 +60,12 @@ def step_time(
         beside += teacher_terms(
             kind, sizes, TeacherBytes.of(counted, sizes.tp).weights, teacher["layers"], micro_batches
         )
+    in_update = muon_terms(kind, sizes, counted["whole"]) if config.optim == "muon" else []
     between = activation_terms(kind, sizes, chunks, model, [step], 0)
-    sent = sum(part.wire for part in [*beside, *between])
+    sent = sum(part.wire for part in [*beside, *in_update, *between])
     # Ranks of a pipeline wait for what others compute and for what they send.
     overlapped, exposed = _seconds(beside, sizes, hardware), _seconds(between, sizes, hardware) / (1 - bubble)
+    exposed += _seconds(in_update, sizes, hardware)  # after the backward pass
     # Compute time: FLOPs per token and parameter, 6 if trained, 4 if frozen, 2 of a teacher, plus recomputed layers.
     trained, frozen = counted["matmul_trained"], counted["matmul_frozen"]
     repeats = config.gradient_checkpointing and not config.selective_checkpointing

@@ -15,6 +15,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.mix import read_mix
 from trainers.config.objective_file import split_objective
 from trainers.config.options import EMBEDDED
+from trainers.config.remote_data import has_data_suffix
 from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
@@ -32,7 +33,6 @@ _HUB = {"model_name_or_path", "teacher", "dataset_name", "eval_dataset_name"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _RUN_ID = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
 """A name without a folder, which only a run can have."""
-_DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 _ESCAPED = re.compile(r"%(2f|5c|2e|00)", re.IGNORECASE)
 _WILDCARD = re.compile(r"[*?\[]")
 
@@ -147,7 +147,7 @@ def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
         exists = os.path.lexists(value)
     except ValueError:
         exists = False
-    if name in _HUB and not exists and _HUB_ID.fullmatch(value) and Path(value).suffix.lower() not in _DATA:
+    if name in _HUB and not exists and _HUB_ID.fullmatch(value) and not has_data_suffix(value):
         return None
     if name == "from_run" and _RUN_ID.fullmatch(value):
         return None

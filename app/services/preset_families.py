@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from app.plan.hardware import GIB, ROOM
 from app.services.choices import GpuChoice
 from trainers.config.objectives import OBJECTIVES
-from trainers.config.presets import Method, model_names, model_presets
+from trainers.config.presets import PRETRAIN, Method, model_names, model_presets
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def preset_families(gpus: Sequence[GpuChoice]) -> dict[str, list[PresetModel]]:
             PresetChoice(
                 f"{model}-{name}",
                 method.options.get("method", name),
-                OBJECTIVES[name].label if name in OBJECTIVES else "",
+                OBJECTIVES[name].label if name in OBJECTIVES else "Pre-training" if name == PRETRAIN else "",
                 _memory(method),
                 _fits(method, gpus),
             )

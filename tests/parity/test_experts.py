@@ -5,21 +5,31 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from tests import forked
 from tests.launching import ROOT, Finished, environment, launch_well
+from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume
 from tests.parity.expert_ranks import CASES, CLIPPED, CONTROLS, FOUR, Case, config_of, curve, model_of
 from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
+from tests.parity.runs import config, mostly_long, options, run
 from tests.parity.runs import curve as curve_of
-from tests.parity.runs import mostly_long, options, run
 from tests.parity.test_families import model as small
+from tests.shared import once
 from tests.steps import Steps
+from trainers.config.options import TrainConfig
+from trainers.embedded import BASE_DIR
 
 SCRIPT = Path(__file__).with_name("expert_ranks.py")
 EP = ROOT / "accelerate_configs" / "ep.yaml"
@@ -75,6 +85,53 @@ def test_divided_experts_train_as_on_one_process(case: Case, two: Curves, alone:
 @pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
 def test_a_fault_on_purpose_is_seen(case: Case, two: Curves, alone: Curves) -> None:
     assert not agree(two[case.name], alone[Case().name])
+
+
+STACKS = {"lora_target_modules": "q_proj,v_proj", "lora_target_parameters": "experts.gate_up_proj,experts.down_proj"}
+
+
+def stacked(family: str) -> str:
+    """A folder with a small mixture of experts of random weights."""
+
+    def save(folder: Path) -> None:
+        torch.manual_seed(3)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(small(family)))
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(BASE_DIR).save_pretrained(folder)
+
+    return str(once(f"stacked-{family}", save))
+
+
+def with_stacks(settings: TrainConfig, adapted: bool = True) -> nn.Module:
+    """The stock model with stock adapters on its experts."""
+    path = settings.model_name_or_path
+    base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    set_seed(settings.seed)
+    parameters = ["experts.gate_up_proj", "experts.down_proj"] if adapted else None
+    return get_peft_model(base, LoraConfig(
+        r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules=["q_proj", "v_proj"],
+        target_parameters=parameters,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("strategy", "family"),
+    mostly_long(
+        [(name, "mixtral") for name in ("ddp", "fsdp2", "zero2", "zero3", "cp")]
+        + [(name, family) for name in ("single", "fsdp2") for family in ("qwen3_moe", "gpt_oss")],
+        [("single", "qwen3_moe")],
+    ),
+)
+def test_adapters_on_stacks_of_experts_are_those_of_peft(strategy: str, family: str) -> None:
+    changes = {"model_name_or_path": stacked(family), **STACKS}
+    finished = run(1 if strategy == "single" else 2, "lora", True, strategy, **changes)
+    settings = config("lora", True, **changes)
+    assert curve_of(finished).agrees(plain.train(settings, build=with_stacks))
+    saved = load_file(finished.run.model / "adapter_model.safetensors")
+    assert sum(".experts." in name for name in saved) == 16
+    assert "loaded back" in finished.output
+    if (strategy, family) == ("single", "qwen3_moe"):  # control
+        assert not curve_of(finished).agrees(plain.train(settings, build=partial(with_stacks, adapted=False)))
 
 
 def mixture(processes: int, strategy: str | None = None, **more: Any) -> Finished:

@@ -7,17 +7,27 @@ from typing import Any
 
 import lion_pytorch
 import pytest
+import schedulefree
 import torch
+from peft import AutoPeftModelForCausalLM
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.optimization import Adafactor
 
 from tests.launching import Finished, launch_well
 from tests.parity import plain
-from tests.parity.checks import equal_after_resume
+from tests.parity.checks import equal_after_resume, reference, same_bits, stock_loss
 from tests.parity.runs import config, curve, mostly_long, options, run
 from trainers.strategy.strategy import load_strategy
 
 LION: dict[str, Any] = {"optim": "lion", "learning_rate": 5e-5}
 MUON: dict[str, Any] = {"optim": "muon"}
+ADAFACTOR: dict[str, Any] = {"optim": "adafactor"}
+SCHEDULE_FREE: dict[str, Any] = {
+    "optim": "schedule_free_adamw", "lr_scheduler_type": "constant", "warmup_steps": 5, "learning_rate": 2e-3,
+    "eval_steps": 3,
+}  # fmt: skip
+ELEMENTWISE = ["single", "ddp", "fsdp2", "hsdp", "tp", "sp", "cp", "pp", "3d", "pp_fsdp2", "fsdp2_tp"]
 STRATEGIES = ["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp", "sp", "cp", "pp", "3d"]
 
 
@@ -111,6 +121,84 @@ def torch_muon(half: bool = False) -> Any:
     return lambda model, settings: TorchMuon(model, settings, half)
 
 
+def of_transformers(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+    """Adafactor of transformers with an external learning rate, which decays matrices alone."""
+    groups = [
+        {"params": [weight], "weight_decay": settings.weight_decay * (weight.ndim >= 2)}
+        for weight in model.parameters()
+        if weight.requires_grad
+    ]
+    return Adafactor(groups, lr=1.0, scale_parameter=False, relative_step=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    mostly_long(
+        [
+            *((name, "full") for name in (*STRATEGIES, "zero2_tp", "pp_fsdp2", "hsdp_tp")),
+            *((name, "lora") for name in ("single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "pp")),
+        ],
+        [("fsdp2", "full")],
+    ),
+)
+def test_adafactor_is_that_of_transformers(name: str, method: str) -> None:
+    trained_run = finished(name, method, ADAFACTOR)
+    settings = config(method, True, **ADAFACTOR)
+    assert curve(trained_run).agrees(plain.train(settings, adamw=of_transformers))
+    assert "optim=adafactor: second moments by rows and columns" in trained_run.output
+    assert "outside the promise" not in trained_run.output
+    if method == "full":  # control
+        assert not curve(trained_run).agrees(reference("full", True))
+
+
+def rising(settings: Any, step: int, total: int) -> float:
+    """A constant learning rate after a warm-up."""
+    return float(settings.learning_rate * min(1.0, (step + 1) / max(settings.warmup_steps, 1)))
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    mostly_long(
+        [*((name, "full") for name in ELEMENTWISE), *((name, "lora") for name in ("single", "fsdp2", "pp"))],
+        [("fsdp2", "full")],
+    ),
+)
+def test_schedule_free_adamw_is_that_of_its_library(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curve, and the losses of evaluations and of the export, which are those of the averaged point."""
+    trained_run, kept = finished(name, method, SCHEDULE_FREE), dict[str, Any]()
+    settings = config(method, True, **SCHEDULE_FREE)
+
+    def of_schedulefree(model: nn.Module, settings: Any) -> torch.optim.Optimizer:
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        groups = [
+            {"params": [weight], "weight_decay": settings.weight_decay * (weight.ndim >= 2)} for weight in trained
+        ]
+        optimizer = schedulefree.AdamWScheduleFree(groups, lr=1.0)
+        optimizer.train()
+        kept.update(model=model, optimizer=optimizer)
+        return optimizer
+
+    monkeypatch.setattr(plain, "rate", rising)
+    assert curve(trained_run).agrees(plain.train(settings, adamw=of_schedulefree))
+    evaluated = trained_run.series("eval_loss")
+    assert len(evaluated) == 7
+    assert abs(stock_loss(kept["model"], method, True) - evaluated[-1]) > 1e-4  # control: the point of the gradients
+    kept["optimizer"].eval()
+    assert stock_loss(kept["model"], method, True) == pytest.approx(evaluated[-1], abs=1e-5)
+    loader: Any = AutoModelForCausalLM if method == "full" else AutoPeftModelForCausalLM
+    assert stock_loss(loader.from_pretrained(trained_run.run.model), method, True) == pytest.approx(
+        evaluated[-1], abs=1e-5
+    )
+    if method == "full":  # control
+        assert not curve(trained_run).agrees(reference("full", True))
+
+
+@pytest.mark.parametrize("name", mostly_long(["single", "fsdp2", "pp_fsdp2"], ["single"]))
+def test_evaluations_of_the_average_leave_training_as_it_is(name: str) -> None:
+    evaluated, not_evaluated = (finished(name, "full", SCHEDULE_FREE | {"eval_steps": steps}) for steps in (3, 0))
+    assert same_bits(evaluated, not_evaluated)
+
+
 def resumed(folder: Path, undisturbed: Finished, name: str, changes: dict[str, Any]) -> Finished:
     """The second half under a strategy, from the middle of a run."""
     more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
@@ -119,9 +207,11 @@ def resumed(folder: Path, undisturbed: Finished, name: str, changes: dict[str, A
 
 
 RESUMED = [
-    (name, optim) for name in ("single", "fsdp1", "fsdp2", "zero1", "zero3", "tp", "pp") for optim in ("lion", "muon")
-]
-CHANGES = {"lion": LION, "muon": MUON}
+    (name, optim)
+    for name in ("single", "fsdp1", "fsdp2", "zero1", "zero3", "tp", "pp")
+    for optim in ("lion", "muon", "adafactor")
+] + [(name, "schedule_free_adamw") for name in ("single", "fsdp2", "tp", "pp")]
+CHANGES = {"lion": LION, "muon": MUON, "adafactor": ADAFACTOR, "schedule_free_adamw": SCHEDULE_FREE}
 
 
 @pytest.mark.parametrize(("name", "optim"), mostly_long(RESUMED, [("fsdp2", "muon")]))
@@ -136,8 +226,17 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("before", "after"), mostly_long(MOVES, [("fsdp2", "single")]))
-@pytest.mark.parametrize("optim", ["lion", "muon"])
+@pytest.mark.parametrize("optim", ["lion", "muon", "adafactor"])
 def test_a_checkpoint_moves_to_another_strategy(before: str, after: str, optim: str, tmp_path: Path) -> None:
+    moves(before, after, optim, tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), mostly_long([("fsdp2", "pp"), ("tp", "single")], []))
+def test_a_schedule_free_checkpoint_moves_to_another_strategy(before: str, after: str, tmp_path: Path) -> None:
+    moves(before, after, "schedule_free_adamw", tmp_path)
+
+
+def moves(before: str, after: str, optim: str, tmp_path: Path) -> None:
     undisturbed = finished(before, "full", CHANGES[optim])
     again = curve(resumed(tmp_path / "again", undisturbed, after, CHANGES[optim]))
     full_curve = curve(undisturbed)

@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from benchmarks.embedded import chat_data, documents, preference_data
+from benchmarks.embedded import chat_data, documents, preference_data, project_text
 from benchmarks.embedded.records import (
     KINDS,
     make_record,
@@ -29,7 +29,7 @@ from benchmarks.embedded.records import (
     to_json,
     to_xml,
 )
-from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR
+from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR, TEXT_DIR
 from trainers.tools import score
 
 SPLITS = tuple(chat_data.SIZES)
@@ -263,3 +263,19 @@ def test_each_preference_has_one_right_and_one_wrong_answer(split):
         except (ValueError, ElementTree.ParseError):
             continue
         assert read != record
+
+
+def test_the_shipped_texts_are_pages_and_code_and_those_of_evaluation_are_not_trained_on(tmp_path: Path) -> None:
+    def texts(folder: Path) -> dict[str, list[str]]:
+        lines = {split: (folder / f"{split}.jsonl").read_text().splitlines() for split in ("train", "eval")}
+        return {split: [json.loads(line)["text"] for line in lines[split]] for split in lines}
+
+    shipped = texts(TEXT_DIR)
+    assert not {*shipped["train"]} & {*shipped["eval"]}
+    for split, least in (("train", 40), ("eval", 5)):
+        assert len(shipped[split]) >= least
+        assert any(text.startswith("# ") for text in shipped[split])
+        assert any("from __future__" in text for text in shipped[split])
+    project_text.write_splits(tmp_path)
+    now = texts(tmp_path)
+    assert len({*now["train"], *now["eval"]} & {*shipped["train"], *shipped["eval"]}) > 10, "the program's own"

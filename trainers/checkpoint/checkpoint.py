@@ -27,9 +27,11 @@ from torch import nn
 
 from trainers.checkpoint.remote import RemoteCopy
 from trainers.checkpoint.rng import random_state, set_random_state
-from trainers.checkpoint.weights import OTHER_BASE, load_weights
+from trainers.checkpoint.weights import EXTRA, OTHER_BASE, STATE, load_weights
 from trainers.model.stored import Source
+from trainers.parallel.adafactor import MEANS
 from trainers.parallel.backend import Backend
+from trainers.parallel.optimizer import means_of
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, gather_full_tensors, steps_of
 from trainers.run.compatibility import FORCE, changed_options, changed_versions, refusals
@@ -37,8 +39,6 @@ from trainers.run.errors import TrainingError
 from trainers.run.folder import folder_identity, write_json
 from trainers.run.manifest import FORMAT, Origin, Progress, read_manifest, remove, seal, set_aside, sha256, sync, verify
 
-_STATE = "optim.state."
-_EXTRA = "extra."
 _BAD = (ValueError, KeyError, OSError, SafetensorError, RuntimeError)
 
 
@@ -214,8 +214,10 @@ class Checkpoints:
                 tensors[f"model.{name}" if key == WEIGHT else f"optim.state.{name}.{key}"] = _copy(tensor)
         if self.ranks.is_main:
             tensors |= {f"optim.state.{name}.step": torch.tensor(step) for name, step in steps.items()}
+            means = means_of(backend.optimizer).items()
+            tensors |= {f"{STATE}{name}.{key}": _copy(mean) for name, own in means for key, mean in own.items()}
             tensors |= {f"model.{name}": _copy(buffer) for name, buffer in buffers.items()}
-            tensors |= {f"{_EXTRA}{name}": tensor for name, tensor in self.extra.items()}
+            tensors |= {f"{EXTRA}{name}": tensor for name, tensor in self.extra.items()}
         # Generator states differ between ranks: each saves its own.
         return tensors | {f"{name}.{self.ranks.rank}": state for name, state in random_state().items()}
 
@@ -353,7 +355,7 @@ class Checkpoints:
         try:
             manifest = verify(folder) if self.ranks.is_main else read_manifest(folder)
             self._refuse_changes(manifest)
-            load_weights(folder, model, stored)
+            load_weights(folder, model, stored, resumes=True)
             progress = Progress.from_json(manifest["progress"])
         except _BAD as problem:
             error = problem
@@ -387,7 +389,7 @@ class Checkpoints:
         """
         error, tensors = None, dict[str, torch.Tensor]()
         try:
-            tensors = dict(_read(folder, _EXTRA))
+            tensors = dict(_read(folder, EXTRA))
         except _BAD as problem:
             error = problem
         self.ranks.agree(error, f"loading {folder}")
@@ -451,18 +453,21 @@ def _read(folder: Path, prefix: str, suffix: str = "") -> Iterator[tuple[str, to
 def _load_optimizer(folder: Path, manifest: dict[str, Any], backend: Backend) -> None:
     """Fills each weight's optimizer state with this rank's span of the saved tensors."""
     # Names are `optim.state.<weight>.<key>`; weight names contain dots, keys do not.
-    state = {name.removeprefix(_STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(_STATE)}
-    steps = {name: float(value) for name, value in _read(folder, _STATE, ".step")}
+    state = {name.removeprefix(STATE).rpartition(".")[::2] for name in manifest["tensors"] if name.startswith(STATE)}
+    steps = {name: float(value) for name, value in _read(folder, STATE, ".step")}
     if not steps:
         return
     keys: dict[str, list[str]] = {name: [] for name in steps}
     for weight, key in sorted(state):
-        if key != "step":
+        if key not in ("step", *MEANS):
             keys[weight].append(key)
     backend.init_optimizer_state(keys, steps)
+    means = means_of(backend.optimizer)
     shards = {shard.name: shard for shard in backend.shards()}
-    for name, tensor in _read(folder, _STATE):
+    for name, tensor in _read(folder, STATE):
         weight, _, key = name.rpartition(".")
-        if key != "step" and shards[weight].elements:
+        if key in MEANS:
+            means.setdefault(weight, {})[key] = tensor.to(backend.device)
+        elif key != "step" and shards[weight].elements:
             shards[weight].fill(key, tensor)
     backend.write_shards(list(shards.values()))

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 
 from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
 from trainers.checkpoint.scratch import Scratch, map_weights
-from trainers.checkpoint.weights import load_weights, refuse_other_base
+from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
 from trainers.config.mistakes import ConfigError
 from trainers.config.objective_file import short_name
 from trainers.config.options import TrainConfig
@@ -40,13 +40,14 @@ from trainers.model.load import (
     stored_dtype,
     weight_files,
 )
-from trainers.model.lora import add_adapters
+from trainers.model.lora import add_adapters, token_adapters
+from trainers.model.principal import first_adapter, leave_residual, save_as_plain
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
 from trainers.run.compatibility import plain, versions
 from trainers.run.errors import TrainingError
-from trainers.run.folder import RunFolder, read_json, write_json
+from trainers.run.folder import RunFolder, export_name, read_json, write_json
 from trainers.run.lineage import EXPORT_RECORD, Stage, export_record, stages_of
 from trainers.run.manifest import read_manifest, sync, verify
 from trainers.run.record import RunRecord
@@ -68,8 +69,9 @@ def export_seconds(folder: Path, config: TrainConfig) -> float:
 
 
 def export_checkpoint(
-    folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None
-) -> LoadedBack:
+    folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None,
+    averaged: bool = False,
+) -> LoadedBack:  # fmt: skip
     """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
     The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors. Its
@@ -79,14 +81,17 @@ def export_checkpoint(
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
     stages = stages_of(read_manifest(folder), run=folder.parent.parent.name)
-    return export(lambda scratch: _trained(folder, config, scratch), config, target, kind, results, record, stages)
+    build = partial(_trained, folder, config, averaged)
+    return export(build, config, target, kind, results, record, stages)
 
 
-def _trained(folder: Path, config: TrainConfig, scratch: Scratch) -> nn.Module:
+def _trained(folder: Path, config: TrainConfig, averaged: bool, scratch: Scratch) -> nn.Module:
     """The model of a checkpoint, with its weights mapped from their files unless they can only be loaded whole."""
     model, stored = build_unread(config)
     refuse_other_base(read_manifest(folder), model, stored)
-    load_weights(folder, model, stored)
+    load_weights(folder, model, stored, averaged)
+    if config.method != "full" and config.init_lora_weights == "pissa":
+        leave_residual(model, stored, saved_factors(folder))
     map_weights(model, stored, scratch)
     return model
 
@@ -123,7 +128,7 @@ def export(
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
         temporary.mkdir()
     try:
-        tokenizer, dtype = load_tokenizer(config), _export_dtype(config)
+        tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         card = partial(model_card, config, kind, results, stages)
         probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
@@ -187,6 +192,8 @@ def _write_model(
         rounding = trainer_loss(model, probes, compute) - exact
     _cast(model, dtype, only_trained, scratch)
     _write(model, tokenizer, folder)
+    if kind == "adapter" and config.init_lora_weights == "pissa":
+        save_as_plain(folder, first_adapter(model))
     if kind == "adapter" and config.rope_scaling != "none":
         load_model_config(config).save_pretrained(folder / BASE)
     return expected, rounding
@@ -205,7 +212,9 @@ def _untie(base: Any, scratch: Scratch) -> None:
         model_config.tie_word_embeddings = False
 
 
-def _export_dtype(config: TrainConfig) -> torch.dtype:
+def _export_dtype(config: TrainConfig, kind: str) -> torch.dtype:
+    if kind == "adapter" and config.init_lora_weights == "pissa":
+        return torch.float32  # a small difference of two products, which rounding would lose
     return stored_dtype(config) if config.export_dtype == "auto" else getattr(torch, config.export_dtype)
 
 
@@ -221,7 +230,8 @@ def _write(model: Any, tokenizer: Any, folder: Path) -> None:
     else:  # the stock forward pass scores the last token that is no padding
         base.config.get_text_config().pad_token_id = base.config.pad_token_id = padding_token(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(base.config.pad_token_id)
-    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True)
+    more = {"save_embedding_layers": False} if token_adapters(model) else {}  # the rows of new tokens are enough
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE, safe_serialization=True, **more)
     tokenizer.save_pretrained(folder)
 
 
@@ -349,6 +359,7 @@ def _loading(config: TrainConfig, kind: str) -> str:
             f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
             f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
             f"model = AutoModelForCausalLM.from_pretrained({where}, config=scaled{more})",
+            *_enlarging(config),
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]
     return "\n".join(
@@ -357,6 +368,11 @@ def _loading(config: TrainConfig, kind: str) -> str:
             "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens",
         ]
     )
+
+
+def _enlarging(config: TrainConfig) -> list[str]:
+    """The line that gives a base model rows for new tokens, where `AutoPeftModel` does not; the adapter has them."""
+    return ["model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))"] if config.new_tokens else []
 
 
 def _loading_scores(config: TrainConfig, kind: str) -> str:
@@ -370,6 +386,7 @@ def _loading_scores(config: TrainConfig, kind: str) -> str:
         lines += [
             f"settings = AutoConfig.from_pretrained({'folder' + scaled if scaled else base}, num_labels=1)",
             f"model = AutoModelForSequenceClassification.from_pretrained({base}, config=settings)",
+            *_enlarging(config),
             "model.config.pad_token_id = tokenizer.pad_token_id",
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]
@@ -384,11 +401,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--kind", required=True, choices=("adapter", "merged", "full"))
     parser.add_argument("--checkpoint", help="name of one of the run's checkpoints; default: the newest")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the run's option")
+    parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
     arguments = parser.parse_args(argv)
+    run, output = RunFolder(arguments.run), Path(arguments.output)
     try:
-        export_again(
-            RunFolder(arguments.run), Path(arguments.output), arguments.kind, arguments.checkpoint, arguments.dtype
-        )
+        export_again(run, output, arguments.kind, arguments.checkpoint, arguments.dtype, arguments.ema)
     except ConfigError as error:
         print("\n".join(error.lines), file=sys.stderr)
         print(json.dumps({"mistakes": error.as_json()}), flush=True)
@@ -399,7 +416,9 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None) -> None:
+def export_again(
+    run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None, averaged: bool = False
+) -> None:
     """Exports the weights of a checkpoint of a run.
 
     Args:
@@ -408,6 +427,7 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
         kind: `adapter`, `merged` or `full`.
         checkpoint: its name; None for the one that the run itself would export.
         dtype: dtype of the weights; None for the run's `export_dtype`.
+        averaged: export the moving average of the weights.
 
     Raises:
         TrainingError: if the export is not the model that was trained.
@@ -428,9 +448,10 @@ def export_again(run: RunFolder, target: Path, kind: str, checkpoint: str | None
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        is_own = target.absolute() == run.path / f"export-{kind}" and run.record.exists()
+        is_own = target.absolute() == run.path / export_name(kind, averaged) and run.record.exists()
         record = run.record if is_own else None
-        checked = export_checkpoint(folder, config, target, kind, {"step": manifest["step"]}, record)
+        results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
+        checked = export_checkpoint(folder, config, target, kind, results, record, averaged)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from trainers.checkpoint.scratch import Scratch
 from trainers.config.options import TrainConfig
@@ -274,6 +274,10 @@ def _load(folder: Path, config: TrainConfig, kind: str, compute: torch.dtype) ->
     with quiet:
         base = model_family(config).from_pretrained(model_path(config), revision=config.model_revision, **settings)
     keep_compute_dtype(base)
+    if config.new_tokens:  # as `AutoPeftModel` does
+        tokens = len(AutoTokenizer.from_pretrained(folder))
+        if tokens > base.get_input_embeddings().weight.shape[0]:
+            base.resize_token_embeddings(tokens, mean_resizing=False)
     return PeftModel.from_pretrained(_widened(base, held, compute, folder), str(folder))
 
 

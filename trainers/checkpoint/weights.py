@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -12,11 +12,18 @@ import torch
 from torch import nn
 
 from trainers.config.mistakes import ConfigError
-from trainers.model.stored import Source, tensors_in
+from trainers.config.optimizer_options import AVERAGE, SCHEDULE_FREE, STEPPED
+from trainers.model.principal import PREFIX
+from trainers.model.stored import Between, Source, StoredTensor, tensors_in
 from trainers.parallel.backend import trained_weights
 from trainers.parallel.shards import WEIGHT
 from trainers.run.manifest import read_manifest
 
+STATE = "optim.state."
+"""Start of the names of optimizer states: `optim.state.<weight>.<key>`."""
+_WEIGHTS = f"{WEIGHT}."
+EXTRA = "extra."
+"""Prefix of the names of tensors in checkpoints that are no state of the model."""
 OTHER_BASE = "the base model's weights are not those that its adapters were trained on"
 NOTHING: Mapping[str, Source] = MappingProxyType({})
 
@@ -60,25 +67,63 @@ def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(trained_weights(model)) | {name: model.get_buffer(name) for name in persistent_buffers(model)}
 
 
-def load_weights(folder: Path, model: nn.Module, stored: dict[str, Source] | None = None) -> None:
+def _states(tensors: Sequence[StoredTensor], key: str) -> dict[str, StoredTensor]:
+    """An optimizer state of every weight that has it, by the weight's name."""
+    ends = STATE, f".{key}"
+    return {
+        tensor.name.removeprefix(ends[0]).removesuffix(ends[1]): tensor
+        for tensor in tensors
+        if tensor.name.startswith(ends[0]) and tensor.name.endswith(ends[1])
+    }
+
+
+def _averages(tensors: Sequence[StoredTensor], model: nn.Module) -> dict[str, StoredTensor]:
+    """The moving average of every trained weight in a checkpoint, by the weight's name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    averages = _states(tensors, AVERAGE)
+    if missing := [name for name, _ in trained_weights(model) if name not in averages]:
+        raise ValueError(f"it has no moving average of {missing[0]}")
+    return averages
+
+
+def saved_factors(folder: Path) -> dict[str, torch.Tensor]:
+    """The first adapters that a checkpoint holds, if its run subtracts them from the base (PiSSA)."""
+    files = [folder / file for file in sorted(read_manifest(folder)["files"])]
+    tensors = {name.removeprefix(EXTRA): tensor for file in files for name, tensor in tensors_in(file).items()}
+    return {name: tensor.mapped() for name, tensor in tensors.items() if name.startswith(PREFIX)}
+
+
+def load_weights(
+    folder: Path,
+    model: nn.Module,
+    stored: dict[str, Source] | None = None,
+    averaged: bool = False,
+    resumes: bool = False,
+) -> None:
     """Copies the weights of a checkpoint into a model.
 
     Args:
         folder: the checkpoint.
         model: the unwrapped model.
         stored: where its weights on the meta device are to be read from; changed to the checkpoint.
+        averaged: take the moving average of each trained weight.
+        resumes: take the weights to train on, which schedule-free AdamW does not evaluate.
 
     Raises:
         ValueError: naming a weight that is missing on either side, or whose shape differs.
     """
-    wanted = saved_tensors(model)
-    tensors = [
-        tensor for file in sorted(read_manifest(folder)["files"]) for tensor in tensors_in(folder / file).values()
-    ]
-    for tensor in tensors:
-        prefix, _, name = tensor.name.partition(".")
-        if prefix != WEIGHT:
-            continue
+    wanted, manifest = saved_tensors(model), read_manifest(folder)
+    tensors = [tensor for file in sorted(manifest["files"]) for tensor in tensors_in(folder / file).values()]
+    plain = {tensor.name.removeprefix(_WEIGHTS): tensor for tensor in tensors if tensor.name.startswith(_WEIGHTS)}
+    sources: dict[str, Source] = {**plain, **(_averages(tensors, model) if averaged else {})}
+    if not resumes and manifest["config"].get("optim") == SCHEDULE_FREE:
+        share = 1 - 1 / manifest["config"]["adam_beta1"]
+        stepped = _states(tensors, STEPPED)
+        sources |= {name: Between(plain[name], end, share) for name, end in stepped.items()}
+    for name, tensor in sources.items():
         if name not in wanted:
             raise ValueError(f"{name} is in the checkpoint but not in the model; was it saved with another config?")
         target = wanted.pop(name)

@@ -14,7 +14,9 @@ class DataOptions(OptionGroup):
     """What the model is trained on, and how rows become tokens."""
 
     dataset_name: Annotated[str | None, Optionally] = option("data", None)
-    """Training data: a file, folder, glob or Hub id; `embedded` is the data set that ships with Tunesmith."""
+    """Training data: a file, folder, glob, URL or Hub id; `embedded` is the data that ships with Tunesmith."""
+    dataset_query: Annotated[str | None, Optionally] = option("data", None)
+    """SQL query whose rows are the training data; `dataset_name` is the database then."""
     mix: Annotated[str | None, Optionally] = option("data", None)
     """YAML file of sources and their weights, in place of `dataset_name`; see docs/data.md."""
     dataset_config_name: Annotated[str | None, Optionally] = option("data", None)
@@ -22,7 +24,7 @@ class DataOptions(OptionGroup):
     dataset_split: str = option("data", "train", min_length=1)
     """Split of a Hub data set to train on."""
     eval_dataset_name: Annotated[str | None, Optionally] = option("data", None)
-    """Evaluation data: a file, folder, glob or Hub id, as for `dataset_name`."""
+    """Evaluation data: a file, folder, glob, URL or Hub id, as for `dataset_name`."""
     eval_split: str = option("data", "eval", min_length=1)
     """Split of `eval_dataset_name` when that is a Hub data set."""
     eval_share: float = option("data", 0.0, ge=0, lt=1)

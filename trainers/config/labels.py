@@ -10,6 +10,8 @@ LABELS = {
     "trust_remote_code": "Allow the model's own code",
     "random_init": "Start from random weights",
     "num_hidden_layers": "Keep only the first layers",
+    "new_tokens": "Tokens to add",
+    "pad_vocab_to_multiple_of": "Vocabulary is a multiple of",
     "rope_scaling": "Extend the context (RoPE scaling)",
     "rope_factor": "Context, times the original",
     "rope_original_max_positions": "Original context",
@@ -23,8 +25,11 @@ LABELS = {
     "lora_alpha_pattern": "Scalings of some modules",
     "lora_dropout": "Adapter dropout",
     "lora_target_modules": "Modules with adapters",
+    "lora_target_parameters": "Experts with adapters",
     "modules_to_save": "Modules trained in full as well",
     "loraplus_lr_ratio": "Rate of B over that of A",
+    "init_lora_weights": "First weights of adapters",
+    "neftune_noise_alpha": "Noise on embeddings (NEFTune)",
     "use_rslora": "Scaling stable at high ranks",
     "use_dora": "Magnitude trained apart (DoRA)",
     # Objective
@@ -57,6 +62,7 @@ LABELS = {
     "center_rewards_coefficient": "Pull of the scores towards 0",
     # Data
     "dataset_name": "Training data",
+    "dataset_query": "SQL query",
     "mix": "Mix of training data",
     "dataset_config_name": "Subset of the Hub data",
     "dataset_split": "Split to train on",
@@ -91,6 +97,7 @@ LABELS = {
     # Optimizer
     "optim": "Optimizer",
     "learning_rate": "Learning rate",
+    "embedding_learning_rate": "Rate of the embeddings",
     "lr_scaling": "Scale the rate with the batch",
     "lr_scaling_batch_size": "Batch that the rate was chosen for",
     "lr_scheduler_type": "Shape of the learning rate",
@@ -109,6 +116,7 @@ LABELS = {
     "lion_beta2": "Memory of Lion's momentum",
     "muon_momentum": "Memory of Muon's momentum",
     "max_grad_norm": "Largest gradient norm",
+    "ema_decay": "Decay of the average of weights",
     # Precision and memory
     "mixed_precision": "Arithmetic precision",
     "master_weights": "Keep trained weights in 32 bits",

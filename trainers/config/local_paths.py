@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trainers.config.objective_file import split_objective
 from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.remote_data import absolute_url, is_url
 
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
@@ -17,6 +18,7 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
     )  # fmt: skip
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
+    absolute |= {name: absolute_url(value) for name, value in local.items() if is_url(value)}
     if parts := split_objective(config.objective):
         absolute["objective"] = f"{parts[0].absolute()}:{parts[1]}"
     rewards = [
@@ -28,9 +30,11 @@ def absolute_paths(config: TrainConfig) -> TrainConfig:
 
 def is_local(value: str) -> bool:
     """Returns whether the value is a local path: it exists, or is a glob pattern."""
+    if is_url(value):
+        return False
     path = Path(os.path.expanduser(value))
     try:
         there = path.exists()
     except OSError:  # e.g. a name of 300 letters
         there = False
-    return there or (any(mark in value for mark in "*?[") and not value.startswith("hf://"))
+    return there or any(mark in value for mark in "*?[")

@@ -26,16 +26,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from trainers.config.mistakes import ConfigError, Mistake, nearest
 from trainers.config.option_types import Pairs
 from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.remote_data import has_data_suffix, is_url, sqlite_file
 from trainers.config.yaml_file import read_yaml
 
 MAX_SOURCES = 100
 PERIOD = 10**6
 """Rows after which the order of sources repeats, at most; shares that need more are rounded to so many parts."""
-_DATA = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".md")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NONE = ("", "none", "null")
 _NAME = re.compile(r"[\w.+-]{1,40}")
-_OWN = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by", "chat_template")
+_OWN = ("dataset_query", "dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by",
+        "chat_template")  # fmt: skip
 """Options of the run that a source may set for itself."""
 
 
@@ -59,6 +60,7 @@ class Source(BaseModel):
     weight: Annotated[float, Field(ge=1e-6, le=1e15, strict=True)] = 1.0
     limit: Annotated[int | None, Field(ge=1, le=10**12, strict=True)] = None
     loss: Literal["assistant", "all"] | None = None
+    dataset_query: str | None = None
     dataset_config_name: str | None = None
     dataset_split: str | None = None
     dataset_format: str | None = None
@@ -71,9 +73,10 @@ class Source(BaseModel):
         """Its name in logs and metrics."""
         if self.name is not None:
             return self.name
-        name = PurePath(self.dataset_name).name
-        stem = name.removesuffix(PurePath(name).suffix) if name.lower().endswith(_DATA) else name
-        stem = re.sub(r"[^\w.+-]+", "-", stem).strip("-")
+        name = PurePath(self.dataset_name.partition("?")[0]).name
+        while has_data_suffix(name):  # and of the compression
+            name = PurePath(name).stem
+        stem = re.sub(r"[^\w.+-]+", "-", name).strip("-")
         return stem[:40] or "data"
 
 
@@ -179,10 +182,13 @@ def _absolute(file: str, source: Source, folder: Path) -> dict[str, str]:
         raise ConfigError(
             _mistake(file, f"names {name!r} as the data of a source", "name a file, a folder or a Hub id")
         )
-    if name == EMBEDDED or "://" in name:
+    if name == EMBEDDED:
         return absolute
+    if is_url(name):
+        database = sqlite_file(name)
+        return absolute if database is None else {**absolute, "dataset_name": f"sqlite:///{folder / database}"}
     path = folder / Path(name).expanduser()
-    if not path.exists() and _HUB_ID.fullmatch(name) and not name.lower().endswith(_DATA):
+    if not path.exists() and _HUB_ID.fullmatch(name) and not has_data_suffix(name):
         if Path(name).exists():
             problem = f"names {name}, which is in the current folder and not beside the mix"
             raise ConfigError(_mistake(file, problem, "write the path from the folder of the mix, or the full one"))

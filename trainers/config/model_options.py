@@ -13,6 +13,7 @@ from trainers.config.option_types import (
     Optionally,
     OptionGroup,
     RankPattern,
+    TokenNames,
     option,
 )
 
@@ -34,6 +35,10 @@ class ModelOptions(OptionGroup):
     """Initialize the weights randomly from `seed` instead of loading the pretrained ones."""
     num_hidden_layers: Annotated[int | None, Optionally] = option("model", None, "layers", ge=1, le=10**6)
     """Keep only the first N decoder layers, to try out a model that would not fit."""
+    new_tokens: TokenNames = option("model", [])
+    """Tokens to add to the vocabulary: `<think>,</think>`; they begin as the mean of all others."""
+    pad_vocab_to_multiple_of: Annotated[int | None, Optionally] = option("model", None, "tokens", ge=2, le=2**16)
+    """Pad embedding and head with unused tokens, to a multiple of this number."""
     rope_scaling: Literal["none", "linear", "dynamic", "yarn", "llama3"] = option("model", "none")
     """Scale the rotary position embeddings for rows longer than the model supports; none: as the model is."""
     rope_factor: Annotated[float | None, Optionally] = option("model", None, "times", gt=1, le=1000)
@@ -65,8 +70,14 @@ class MethodOptions(OptionGroup):
     """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
     lora_target_modules: Names = option("method", ["all-linear"], min_length=1)
     """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
+    lora_target_parameters: Names = option("method", [])
+    """Stacked weights that get adapters too, as experts have them: `experts.gate_up_proj`."""
     modules_to_save: Names = option("method", [])
     """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
+    init_lora_weights: Literal["default", "pissa"] = option("method", "default")
+    """First weights of adapters: A random and B 0, or the weight's largest singular vectors (PiSSA)."""
+    neftune_noise_alpha: float = option("method", 0.0, ge=0, le=10**4)
+    """NEFTune: uniform noise on embeddings, up to alpha / sqrt(tokens x channels); 5 is usual."""
     use_rslora: bool = option("method", False)
     """Rank-stabilized LoRA: scale by alpha / sqrt(r), which keeps training stable at high ranks."""
     use_dora: bool = option("method", False)

@@ -7,11 +7,33 @@ from typing import Annotated, Literal
 from trainers.config.option_types import Optionally, OptionGroup, Schedule, option
 
 ADAMW = ("adamw", "adamw_8bit")
+SCHEDULE_FREE = "schedule_free_adamw"
+STEPPED = "z"
+"""Key of the point that schedule-free AdamW steps from, among a weight's states, in memory and in checkpoints."""
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
-SETTINGS_OF = {**dict.fromkeys(ADAMW, _ADAM), "lion": ("lion_beta1", "lion_beta2"), "muon": ("muon_momentum", *_ADAM)}
+SETTINGS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(ADAMW, _ADAM),
+    "lion": ("lion_beta1", "lion_beta2"),
+    "muon": ("muon_momentum", *_ADAM),
+    "adafactor": (),
+    SCHEDULE_FREE: _ADAM,
+}
 """The options that each optimizer reads, next to learning rate and weight decay."""
-STATE_BYTES = {"adamw": (8.0, 8.0), "adamw_8bit": (2 + 8 / 256, 2 + 8 / 256), "lion": (4.0, 4.0), "muon": (4.0, 8.0)}
-"""Bytes of optimizer state per trained weight in layers and elsewhere: a momentum, two moments, or their codes."""
+STATE_BYTES = {
+    "adamw": (8.0, 8.0),
+    "adamw_8bit": (2 + 8 / 256, 2 + 8 / 256),
+    "lion": (4.0, 4.0),
+    "muon": (4.0, 8.0),
+    "adafactor": (0.02, 0.02),
+    SCHEDULE_FREE: (8.0, 8.0),
+}
+"""Bytes of optimizer state per trained weight in layers and elsewhere: a momentum, two moments, or their codes.
+
+Adafactor's are those of a matrix of 400 rows and columns; larger ones have less, adapters more, of little in all."""
+AVERAGE = "ema"
+"""Key of the moving average among a weight's states, in memory and in checkpoints."""
+AVERAGE_BYTES = 4.0
+"""Bytes of the moving average per trained weight."""
 
 
 class BatchOptions(OptionGroup):
@@ -32,12 +54,16 @@ class BatchOptions(OptionGroup):
 class OptimizerOptions(OptionGroup):
     """How weights are updated."""
 
-    optim: Literal["adamw", "adamw_8bit", "lion", "muon"] = option("optimizer", "adamw")
-    """AdamW (8-bit states: outside the parity promise), Lion, or Muon for matrices of the layers."""
+    optim: Literal["adamw", "adamw_8bit", "lion", "muon", "adafactor", "schedule_free_adamw"] = option(
+        "optimizer", "adamw"
+    )
+    """AdamW (8-bit: no parity), Lion, Muon, Adafactor, schedule-free AdamW (constant rate)."""
     learning_rate: float = option("optimizer", 2e-4, gt=0, le=10)
     """Peak learning rate; lion wants 3 to 10 times less than adamw, and as much more decay."""
+    embedding_learning_rate: Annotated[float | None, Optionally] = option("optimizer", None, gt=0, le=10)
+    """Peak learning rate of the token embedding and the output head; default: `learning_rate`."""
     lr_scaling: Literal["none", "linear", "sqrt"] = option("optimizer", "none")
-    """Scale the learning rate by global_batch_size / lr_scaling_batch_size, or by its square root."""
+    """Scale the learning rates by global_batch_size / lr_scaling_batch_size, or by its square root."""
     lr_scaling_batch_size: Annotated[int | None, Optionally] = option("optimizer", None, "rows", ge=1, le=10**9)
     """Global batch size for which `learning_rate` was chosen."""
     lr_scheduler_type: Schedule = option("optimizer", "cosine")
@@ -72,3 +98,5 @@ class OptimizerOptions(OptionGroup):
     """Muon's decay rate of the momentum, which is Nesterov's."""
     max_grad_norm: float = option("optimizer", 1.0, ge=0)
     """Maximum global gradient norm; 0: log the norm without clipping."""
+    ema_decay: Annotated[float | None, Optionally] = option("optimizer", None, gt=0, lt=1)
+    """Keep a moving average of the weights (0.999, ...), for `tunesmith export RUN --ema`."""

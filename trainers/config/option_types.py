@@ -67,6 +67,15 @@ def _patterns(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+def _tokens(value: list[str]) -> list[str]:
+    for token in value:
+        if not token.strip() or not token.isprintable():
+            raise ValueError(f"{token!r} is blank, or has characters that cannot be seen")
+    if twice := sorted({token for token in value if value.count(token) > 1}):
+        raise ValueError(f"{twice[0]} is there twice")
+    return value
+
+
 def _none_word(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("", "none", "null") else value
 
@@ -130,6 +139,7 @@ RankPattern = Annotated[
 """Ranks of adapters by module, as peft's `rank_pattern`."""
 AlphaPattern = Annotated[dict[str, Annotated[float, Field(gt=0)]], BeforeValidator(_numbers), AfterValidator(_patterns)]
 """Scalings of adapters by module, as peft's `alpha_pattern`."""
+TokenNames = Annotated[Names, AfterValidator(_tokens)]
 Optionally = BeforeValidator(_none_word)
 NoWord = BeforeValidator(_off)
 IsoDate = Annotated[str, BeforeValidator(_iso_date)]

@@ -16,13 +16,30 @@ from trainers.config.model_options import MethodOptions, ModelOptions
 from trainers.config.objective_file import file_spec, short_name
 from trainers.config.objective_options import ObjectiveOptions
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
-from trainers.config.optimizer_options import ADAMW, SETTINGS_OF, STATE_BYTES, BatchOptions, OptimizerOptions
+from trainers.config.optimizer_options import (
+    ADAMW,
+    AVERAGE_BYTES,
+    SCHEDULE_FREE,
+    SETTINGS_OF,
+    STATE_BYTES,
+    BatchOptions,
+    OptimizerOptions,
+)
 from trainers.config.option_types import Names, NoWord, Optionally, RankNames, StepRange, option
 
 EMBEDDED = "embedded"
 MACHINE_OPTIONS = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 MESH_OPTIONS = ("tp_size", "cp_size", "sp_size", "ep_size", "dp_replicate_size")
 LAUNCH_OPTIONS = ("strategy", *MESH_OPTIONS, "gpus", "num_processes", *MACHINE_OPTIONS, "min_machines")
+_QUANTIZATION = {
+    "load_in_4bit": ("is not an option", "use --method qlora"),
+    "load_in_8bit": (
+        "is not offered: LLM.int8 rounds the inputs of a layer too, by what is large in any row of the batch, so that "
+        "strategy and packing would change the model",
+        "use --method qlora, whose base is in 4 bits",
+    ),
+}
+"""Options of transformers' bitsandbytes config: what is wrong with them, and the remedy."""
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
@@ -217,14 +234,25 @@ class TrainConfig(
         return self.optim == "adamw_8bit" or not self.master_weights
 
     def state_bytes(self, in_layers: float, elsewhere: float = 0.0) -> float:
-        """Returns the bytes of optimizer state.
+        """Returns the bytes of optimizer state, and of the moving average of the weights.
 
         Args:
             in_layers: Number of trained weights in the layers; their norms and biases are too few to count apart.
             elsewhere: Number of trained weights of embedding and head.
         """
         inside, outside = STATE_BYTES[self.optim]
-        return in_layers * inside + elsewhere * outside
+        average = 0.0 if self.ema_decay is None else AVERAGE_BYTES
+        return in_layers * (inside + average) + elsewhere * (outside + average)
+
+    def saved_state_bytes(self, in_layers: float, elsewhere: float = 0.0) -> float:
+        """Returns the bytes of optimizer state in a checkpoint, where states of 8 bits are in fp32.
+
+        Args:
+            in_layers: As for `state_bytes`.
+            elsewhere: Likewise.
+        """
+        saved = self.model_copy(update={"optim": "adamw"}) if self.optim in ADAMW else self
+        return saved.state_bytes(in_layers, elsewhere)
 
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
@@ -264,17 +292,28 @@ def optimizer_lines(config: TrainConfig) -> list[str]:
     """Returns a line with the settings that an optimizer other than AdamW reads; empty for AdamW."""
     if config.optim in ADAMW:
         return []
-    settings = [f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim]]
+    settings = ", ".join(f"{name}={getattr(config, name)}" for name in SETTINGS_OF[config.optim])
     notes = {
         "lion": "a learning rate for AdamW is 3 to 10 times too high for it",
         "muon": "Muon for the matrices of the layers, in fp32, AdamW for all else",
+        SCHEDULE_FREE: "the log's losses are of the point that gradients are taken at; evaluations and exports, of the "
+        "average",
+        "adafactor": "second moments by rows and columns, no first; the learning rate is not scaled by the weights",
     }
-    return [f"optim={config.optim}: {', '.join(settings)}; {notes[config.optim]}"]
+    return [f"optim={config.optim}: {settings}{'; ' * bool(settings)}{notes[config.optim]}"]
+
+
+def average_lines(config: TrainConfig) -> list[str]:
+    """Returns a line about where the moving average of the weights is used; empty without it."""
+    if config.ema_decay is None:
+        return []
+    uses = "training, evaluations and the run's own export use the weights themselves"
+    return [f"ema_decay={config.ema_decay}: `tunesmith export RUN --ema` exports the moving average; {uses}"]
 
 
 def choice_lines(config: TrainConfig) -> list[str]:
-    """Returns what the log says about precision and optimizer."""
-    return precision_lines(config) + optimizer_lines(config)
+    """Returns what the log says about precision, optimizer and average."""
+    return precision_lines(config) + optimizer_lines(config) + average_lines(config)
 
 
 def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "train") -> Mistake:
@@ -288,5 +327,7 @@ def unknown_option(name: str, known: Iterable[str] | None = None, verb: str = "t
     if name in LAUNCH_OPTIONS:
         remedy = f"write --{name} on the command line of `tunesmith {verb}`"
         return Mistake(name, None, "is not an option of the config", remedy)
+    if name in _QUANTIZATION:
+        return Mistake(name, None, *_QUANTIZATION[name])
     remedy = nearest(name, known or TrainConfig.model_fields, f"`tunesmith {verb} --help` lists all options")
     return Mistake(name, None, UNKNOWN, remedy)

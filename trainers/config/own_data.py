@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 _EVALUATION = ("eval_dataset_name", "eval_split", "max_eval_samples")
-_DATA = ("dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by", "max_train_samples",
-         "eval_share", *_EVALUATION)  # fmt: skip
+_DATA = ("dataset_query", "dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by",
+         "max_train_samples", "eval_share", *_EVALUATION)  # fmt: skip
 _WHEN = ("eval_steps", "eval_on_start")
 """When to evaluate; meaningless without evaluation data."""
 DESCRIBING = ("dataset_name", *_DATA, *_WHEN)

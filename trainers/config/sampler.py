@@ -29,6 +29,12 @@ def sampler_mistakes(config: TrainConfig) -> list[Mistake]:
            "with sampler_url: the server scales all adapters alike")
           for name, patterns in (("lora_rank_pattern", config.lora_rank_pattern),
                                  ("lora_alpha_pattern", config.lora_alpha_pattern))),
+        (bool(config.lora_target_parameters), "lora_target_parameters", ",".join(config.lora_target_parameters),
+         "with sampler_url: the server adds adapters to modules alone"),
+        (bool(config.new_tokens), "new_tokens", ",".join(config.new_tokens),
+         "with sampler_url: the server has the vocabulary of its base"),
+        (config.init_lora_weights == "pissa", "init_lora_weights", "pissa",
+         "with sampler_url: the server adds adapters to the weights of its base, not to a residual"),
         (config.use_dora, "use_dora", True, "with sampler_url: the server adds adapters of plain LoRA"),
         (config.random_init, "random_init", True, "with sampler_url: the server has the pretrained weights"),
         (config.num_hidden_layers is not None, "num_hidden_layers", config.num_hidden_layers,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import TrainConfig
@@ -12,13 +13,14 @@ _FROZEN = {
     "method": "full", "master_weights": False, "merge_adapter": False, "gradient_checkpointing": False,
     "ddp_find_unused_parameters": True, "objective": "sft", "teacher": None, "freeze": [], "modules_to_save": [],
     "use_dora": False, "lora_rank_pattern": {}, "lora_alpha_pattern": {},
+    "lora_target_parameters": [], "init_lora_weights": "default",
 }  # fmt: skip
 """Not those of the model that is trained. Weights are in the compute dtype, as those of any frozen model are; some may
 be unused."""
-_AS_IT_IS = {
+_AS_IT_IS: dict[str, Any] = {
     "model_revision": None, "from_run": None, "trust_remote_code": False, "random_init": False,
     "num_hidden_layers": None, "rope_scaling": "none", "rope_factor": None, "rope_original_max_positions": None,
-    "chat_template": None,
+    "chat_template": None, "new_tokens": [], "pad_vocab_to_multiple_of": None,
 }  # fmt: skip
 """A teacher is another model; code of its own is never run."""
 

@@ -17,8 +17,9 @@ from trainers.config.objectives import (
     OWN_OPTIONS,
     evaluation_metrics,
 )
-from trainers.config.optimizer_options import ADAMW, SETTINGS_OF
+from trainers.config.optimizer_options import ADAMW, SCHEDULE_FREE, SETTINGS_OF
 from trainers.config.options import EMBEDDED, TRACKERS, TrainConfig, unknown_option
+from trainers.config.remote_data import holds_credentials, remote_mistakes
 from trainers.config.reward_file import columns_of_rewards, reward_mistakes
 from trainers.config.sampler import sampler_mistakes
 
@@ -80,7 +81,7 @@ def _default_hint(name: str) -> str:
 
 def conflicting_options(config: TrainConfig) -> list[Mistake]:
     """Returns a mistake for each combination of options that is not allowed."""
-    evaluates, method = config.has_evaluation(), config.method
+    evaluates = config.has_evaluation()
     rules: list[tuple[bool, str, object, str, str]] = [
         (config.load_best_model_at_end and not evaluates,
          "load_best_model_at_end", True, "without evaluation data", "set eval_dataset_name or eval_share"),
@@ -99,10 +100,10 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (config.checkpoint_url is not None and "://" not in config.checkpoint_url,
          "checkpoint_url", config.checkpoint_url, "is not a URL such as s3://bucket/run",
          "save_steps saves to output_dir"),
-        (_holds_credentials(config.checkpoint_url),
+        (holds_credentials(config.checkpoint_url),
          "checkpoint_url", None, "holds credentials",
          "leave them out and set them in the environment (AWS_ACCESS_KEY_ID, ...)"),
-        (_holds_credentials(config.resume_from_checkpoint),
+        (holds_credentials(config.resume_from_checkpoint),
          "resume_from_checkpoint", None, "holds credentials", "leave them out and set them in the environment"),
         (config.attn_implementation == "varlen" and config.mixed_precision == "no",
          "attn_implementation", "varlen", f"needs half precision, not mixed_precision={config.mixed_precision}",
@@ -110,6 +111,31 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (config.attn_implementation == "documents" and config.torch_compile,
          "attn_implementation", "documents", "has new shapes at each step, all of them compiled by torch_compile=true",
          "use auto"),
+        (config.resume_from_checkpoint == "auto" and config.output_dir is None,
+         "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
+         ""),
+    ]  # fmt: skip
+    return [
+        *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
+        *_method_conflicts(config),
+        *_mix_conflicts(config),
+        *remote_mistakes(config),
+        *_streaming_conflicts(config),
+        *_schedule_free_conflicts(config),
+        *_objective_conflicts(config),
+        *_unknown_columns(config),
+        *(
+            Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
+            for name in config.report_to
+            if name not in TRACKERS
+        ),
+    ]
+
+
+def _method_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit the method."""
+    method = config.method
+    rules: list[tuple[bool, str, object, str, str]] = [
         (config.merge_adapter and method == "full",
          "merge_adapter", True, "with method=full: there is no adapter", "leave it out"),
         (config.random_init and method == "lora" and not config.merge_adapter,
@@ -117,12 +143,36 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
          "use method=full or merge_adapter"),
         (config.random_init and method == "qlora",
          "random_init", True, "with method=qlora: there are no pretrained weights to quantize", "use method=full"),
+        (config.pad_vocab_to_multiple_of is not None and method != "full",
+         "pad_vocab_to_multiple_of", config.pad_vocab_to_multiple_of,
+         f"with method={method}: peft pads no base that it loads for an adapter", "use method=full, or leave it out"),
         (bool(config.freeze) and method == "full" and config.mixed_precision == "fp8",
          "freeze", ",".join(config.freeze), "with mixed_precision=fp8, which only trained layers compute in",
          "use bf16"),
         (bool(config.modules_to_save) and method == "qlora",
          "modules_to_save", ",".join(config.modules_to_save), "with method=qlora, whose modules are in 4 bits",
          "use lora"),
+        (bool(config.lora_target_parameters) and method == "qlora",
+         "lora_target_parameters", ",".join(config.lora_target_parameters),
+         "with method=qlora, which quantizes no stack", "use lora"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.lora_dropout > 0,
+         "lora_dropout", config.lora_dropout, "with lora_target_parameters: peft drops no inputs of stacked weights",
+         "use 0"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.use_dora,
+         "use_dora", True, "with lora_target_parameters: peft has no norms of stacked weights",
+         "leave one of them out"),
+        *((applies and method != "full" and config.init_lora_weights == "pissa",
+           "init_lora_weights", "pissa", f"with {problem}", remedy) for applies, problem, remedy in (
+            (method == "qlora", "method=qlora: the residual is subtracted from weights as they are stored", "use lora"),
+            (config.use_dora, "use_dora=true, whose magnitudes are of the weight itself", "leave one of them out"),
+            (bool(config.lora_target_parameters), "lora_target_parameters: stacks have no singular vectors in peft",
+             "leave one of them out"),
+            (config.penalizes_kl, "a penalty of the KL divergence: without its adapters, the base is no initial model",
+             "use default, or beta=0"),
+            (not config.merge_adapter and config.export_dtype in ("bfloat16", "float16"),
+             f"export_dtype={config.export_dtype}, which would round away the difference from the base",
+             "use auto or merge_adapter"),
+        )),
         (config.use_dora and method == "qlora",
          "use_dora", True, "with method=qlora, which would dequantize every weight twice in each pass", "use lora"),
         (config.mixed_precision == "fp8" and method != "full",
@@ -134,22 +184,31 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         (not config.master_weights and config.optim not in ADAMW,
          "master_weights", False, f"with optim={config.optim}: AdamW alone rounds its updates to bf16 by chance",
          "leave it out, or use adamw"),
-        (config.resume_from_checkpoint == "auto" and config.output_dir is None,
-         "resume_from_checkpoint", "auto", "needs output_dir, the run folder to resume (or `tunesmith resume RUN`)",
-         ""),
     ]  # fmt: skip
-    return [
-        *(Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies),
-        *_mix_conflicts(config),
-        *_streaming_conflicts(config),
-        *_objective_conflicts(config),
-        *_unknown_columns(config),
-        *(
-            Mistake("report_to", name, "is not a tracker", f"use {', '.join(TRACKERS)}")
-            for name in config.report_to
-            if name not in TRACKERS
-        ),
-    ]
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
+
+
+def _schedule_free_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit schedule-free AdamW."""
+    if config.optim != SCHEDULE_FREE:
+        return []
+    optim = f"with optim={config.optim}"
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (config.lr_scheduler_type != "constant",
+         "lr_scheduler_type", config.lr_scheduler_type, f"{optim}, whose average takes the place of a decay",
+         "use constant, with warmup_steps"),
+        (config.warmup_ratio > 0 and not config.warmup_steps,
+         "warmup_ratio", config.warmup_ratio, f"{optim}, whose average must not depend on the run's length",
+         "use warmup_steps"),
+        (config.adam_beta1 < 0.5,
+         "adam_beta1", config.adam_beta1, f"{optim}: gradients would be taken far from the average", "use 0.9 to 0.98"),
+        (config.ema_decay is not None,
+         "ema_decay", config.ema_decay, f"{optim}, which exports an average already", "leave it out"),
+        (config.objective_spec.samples,
+         "optim", config.optim, f"with objective={config.objective}: answers would not be sampled by what is exported",
+         "use adamw"),
+    ]  # fmt: skip
+    return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
 
 
 def _mix_conflicts(config: TrainConfig) -> list[Mistake]:
@@ -234,6 +293,10 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
          "teacher", None, f"is not set, {objective}",
          "name the model to learn from: a Hub id, a folder, or a run that is done"
          + (" (`tunesmith train tiny-full` trains one)" if config.model_name_or_path == EMBEDDED else "")),
+        (config.neftune_noise_alpha > 0 and config.objective != "sft",
+         "neftune_noise_alpha", config.neftune_noise_alpha, f"{objective}: noise was tried with sft alone", "use 0"),
+        (spec.teacher and bool(config.new_tokens),
+         "new_tokens", ",".join(config.new_tokens), f"{objective}, whose teacher does not know them", "leave it out"),
         (config.beta == 0 and "beta" in spec.defaults and not spec.samples,
          "beta", 0, f"{objective}: nothing would be learned", "use more than 0"),
         (config.penalizes_kl and config.loss_type == "rloo",
@@ -269,11 +332,6 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
     return [*(Mistake(*rule[1:]) for rule in rules if rule[0]), *rewards, *sampler_mistakes(config)]
 
 
-def _holds_credentials(url: str | None) -> bool:
-    """Whether a URL has a user or password before its host, which would end up in argv, the log and the state file."""
-    return url is not None and "://" in url and "@" in url.partition("://")[2].partition("/")[0]
-
-
 def ignored_choices(config: TrainConfig) -> list[Mistake]:
     """Returns a warning for each option set by the user that has no effect because of another option."""
     changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
@@ -286,6 +344,9 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         of_adapters = {name for name in changed if "lora" in name or name in ("modules_to_save", "use_dora")}
         ignore(of_adapters, "method=full has no adapters")
     else:
+        if not config.modules_to_save:
+            reason = f"method={config.method} trains no embedding without modules_to_save=embed_tokens,lm_head"
+            ignore({"embedding_learning_rate"} & changed, reason)
         ignore({"freeze"} & changed, f"method={config.method} trains adapters alone")
     if config.method != "full" and config.ddp_find_unused_parameters:
         ignore(["ddp_find_unused_parameters"], f"method={config.method} trains adapters, where text reaches", True)

@@ -113,7 +113,7 @@ class TrainPlan:
     def batch(self, step: int, rank: int) -> StepBatch:
         """The share of `rank` in the global batch of `step`."""
         rows, chosen = self.chosen(step)
-        micro_batches = rows.collate_each(self._shares(chosen, rank), rows.scales(chosen))
+        micro_batches = rows.collate_each(self._shares(chosen, rank), rows.scales(chosen), step)
         mismatched = list[MicroBatch]()
         trained, tokens, squared = (
             int(values[chosen].sum()) for values in (rows.trained, rows.lengths, rows.squared_lengths)

@@ -10,9 +10,10 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.mix import config_of
 from trainers.config.options import TrainConfig
 from trainers.data.files import resolve
+from trainers.data.fill_cache import Split, formats_of, options_of
 from trainers.data.formats import Document
 from trainers.data.held_out import Selection, row_hash, selection_of
-from trainers.data.prepare import Split, formats_of, mix_of, options_of
+from trainers.data.prepare import mix_of
 from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read
 from trainers.data.template import training_encoder

@@ -1,4 +1,4 @@
-"""Resolves a `dataset_name` to files or a Hub data set. Imports no torch."""
+"""Resolves a `dataset_name` to local files or a Hub data set. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +16,10 @@ from typing import Any, NoReturn
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import PREFERENCE
 from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.remote_data import DATA_SUFFIXES, has_data_suffix, is_url
+from trainers.data.data_file import DataFile
 from trainers.data.folders import files_of_split, list_folder
+from trainers.data.local_copies import Copy, cache_dir, copy_of_file, copy_of_query, copy_of_url
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -27,34 +30,11 @@ KINDS = {
     ".parquet": "parquet",
     ".txt": "text",
     ".md": "text",
+    ".arrow": "arrow",
 }
+"""How the content of a file is read, by its suffix."""
 HASHED_BYTES = 256 << 20  # data up to this size is identified by its content, larger data by path, size and time
 _HUB_ID = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
-
-
-@dataclass(frozen=True)
-class DataFile:
-    """One file of a data set, or a whole Hub data set.
-
-    Attributes:
-        path: Absolute path; the Hub id for a Hub data set.
-        display_name: The name in messages.
-        name: The name relative to the data set, independent of where the data set is stored.
-        kind: `jsonl`, `json`, `csv`, `tsv`, `parquet`, `text` or `hub`.
-        size: Bytes; rows for a Hub data set.
-        config_name: Configuration of a Hub data set.
-        split: Split of a Hub data set.
-        version: Of a file at a URL, as its server tells it.
-    """
-
-    path: str
-    display_name: str
-    name: str
-    kind: str
-    size: int
-    config_name: str | None = None
-    split: str = ""
-    version: str = ""
 
 
 def resolve(config: TrainConfig, split: str) -> list[DataFile]:
@@ -81,14 +61,20 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
     part = config.eval_split if own_eval else config.dataset_split
     option, split_option = ("eval_dataset_name", "eval_split") if own_eval else ("dataset_name", "dataset_split")
     if name == EMBEDDED:
-        return [_embedded(part, split_option, PREFERENCE in config.objective_spec.formats)], []
+        return [_embedded(part, split_option, config)], []
+    cache = cache_dir(config)
+    if is_url(name):
+        query = None if own_eval else config.dataset_query
+        copy = copy_of_url(name, option, cache) if query is None else copy_of_query(name, query, cache)
+        display_name = name.partition("?")[0]
+        return [_copied(copy, display_name, display_name.rpartition("/")[2])], []
     path = Path(name).expanduser()
     if os.path.lexists(path) and not path.is_dir():
-        return [_file(path, str(path), path.name, option)], []
+        return [_file(path, str(path), path.name, option, cache)], []
     if path.is_dir():
-        return _folder(path, option, part, split_option)
+        return _folder(path, option, part, split_option, cache)
     if any(letter in name for letter in "*?["):
-        return _glob(str(path), option, part, split_option)
+        return _glob(str(path), option, part, split_option, cache)
     if looks_like_hub_id(name):
         return [_hub_file(name, config.dataset_config_name, part, option)], []
     _missing(name, path, option)
@@ -100,17 +86,16 @@ def identity(files: list[DataFile]) -> list[list[str]]:
     Raises:
         ConfigError: if a file cannot be read.
     """
-    local = [file for file in files if file.kind != "hub"]
-    hashed = sum(file.size for file in local) <= HASHED_BYTES
+    hashed = sum(_bytes(file) for file in files if not file.is_hub) <= HASHED_BYTES
     return [_identity(file, hashed) for file in files]
 
 
 def _identity(file: DataFile, hashed: bool) -> list[str]:
-    if file.version:
-        return [file.name, str(file.size), file.version]
-    if file.kind == "hub":
+    if file.is_hub:
         rows = hub_rows(file.path, file.config_name, file.split)
         return [file.path, str(file.config_name), file.split, rows._fingerprint]
+    if file.digest:
+        return [file.name, file.digest]
     try:
         if not hashed:
             status = os.stat(file.path)
@@ -121,32 +106,42 @@ def _identity(file: DataFile, hashed: bool) -> list[str]:
         raise unreadable(file.display_name, error) from None
 
 
+def _bytes(file: DataFile) -> int:
+    """Bytes of a file that are to be hashed: none of a copy, which was hashed when it was made."""
+    if file.digest or file.kind != "arrow":
+        return 0 if file.digest else file.size
+    try:
+        return os.stat(file.path).st_size
+    except OSError as error:
+        raise unreadable(file.display_name, error) from None
+
+
 def unreadable(display_name: str, error: BaseException) -> ConfigError:
     """The error for a file that cannot be read."""
     reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
     return ConfigError(f"cannot read {display_name}: {reason}; check the file and its permissions")
 
 
-def _embedded(part: str, option: str, preferences: bool) -> DataFile:
-    from trainers.embedded import DATA_DIR, PREFERENCES_DIR
+def _embedded(part: str, option: str, config: TrainConfig) -> DataFile:
+    from trainers.embedded import DATA_DIR, PREFERENCES_DIR, TEXT_DIR
 
-    folder = PREFERENCES_DIR if preferences else DATA_DIR
+    preferences = PREFERENCE in config.objective_spec.formats
+    folder = PREFERENCES_DIR if preferences else TEXT_DIR if config.dataset_format == "text" else DATA_DIR
     path = folder / f"{part}.jsonl"
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob("*.jsonl")))
         raise ConfigError(f"{option}={part} is not a split of the embedded data; use one of {known}")
-    return _file(path, f"embedded/{path.name}", path.name, option)
+    return _file(path, f"embedded/{path.name}", path.name, option, path)
 
 
-def _file(path: Path, display_name: str, name: str, option: str) -> DataFile:
+def _file(path: Path, display_name: str, name: str, option: str, cache: Path) -> DataFile:
     """One file, checked: it exists, is a regular file, is readable, has a known suffix."""
     if path.is_symlink() and not path.exists():
         raise ConfigError(
             f"{option}: {display_name} links to {os.readlink(path)}, which does not exist; repair the symlink"
         )
-    kind = KINDS.get(path.suffix.lower())
-    if kind is None:
-        known = ", ".join(KINDS)
+    if not has_data_suffix(path.name):
+        known = ", ".join(DATA_SUFFIXES)
         raise ConfigError(
             f"{option}: {display_name} ends in {path.suffix or 'nothing'!r}; convert it to one of {known}"
         )
@@ -158,43 +153,56 @@ def _file(path: Path, display_name: str, name: str, option: str) -> DataFile:
             pass
     except OSError as error:
         raise unreadable(display_name, error) from None
-    return DataFile(os.path.abspath(path), display_name, name, kind, status.st_size)
+    kind = KINDS.get(path.suffix.lower())
+    if kind is None:
+        return _copied(copy_of_file(path, display_name, cache), display_name, name)
+    file = DataFile(os.path.abspath(path), display_name, name, kind, status.st_size)
+    return file if kind != "arrow" else replace(file, size=_row_count(file))
 
 
-def _folder(folder: Path, option: str, split: str, split_option: str) -> tuple[list[DataFile], list[str]]:
+def _copied(copy: Copy, display_name: str, name: str) -> DataFile:
+    """The local copy of what is compressed or elsewhere, under the name that the user knows."""
+    size, kind = os.stat(copy.path).st_size, KINDS[copy.suffix]
+    file = DataFile(copy.path, display_name, name, kind, size, digest=copy.digest)
+    return file if kind != "arrow" else replace(file, size=_row_count(file))
+
+
+def _row_count(file: DataFile) -> int:
+    try:
+        return len(mapped_rows(file))
+    except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+        raise unreadable(file.display_name, error) from None
+
+
+def _folder(folder: Path, option: str, split: str, split_option: str, cache: Path) -> tuple[list[DataFile], list[str]]:
     """The data files of a split below a folder, and the ignored files."""
-    names, ignored = list_folder(folder, KINDS)
+    names, ignored = list_folder(folder, DATA_SUFFIXES)
     if not names:
         there = f" and not {', '.join(ignored[:5])}" if ignored else ""
-        arrow = (
-            "; write what `save_to_disk` saved with `to_parquet`" if any(".arrow (" in name for name in ignored) else ""
-        )
-        known = ", ".join(KINDS)
-        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {known}{there}{arrow}")
+        known = ", ".join(DATA_SUFFIXES)
+        raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {known}{there}")
     names, others = files_of_split(names, split, str(folder), split_option, explicit=False)
-    return [_file(folder / name, str(folder / name), name, option) for name in names], [*others, *ignored]
+    return [_file(folder / name, str(folder / name), name, option, cache) for name in names], [*others, *ignored]
 
 
-def _glob(pattern: str, option: str, split: str, split_option: str) -> tuple[list[DataFile], list[str]]:
+def _glob(pattern: str, option: str, split: str, split_option: str, cache: Path) -> tuple[list[DataFile], list[str]]:
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
     if not paths:
         raise ConfigError(f"{option}={pattern} matches no file; check the pattern and the current folder")
     root = os.path.commonpath([path.absolute().parent for path in paths])
     by_name = {os.path.relpath(path.absolute(), root): path for path in paths}
     names, others = files_of_split(list(by_name), split, pattern, split_option, explicit=True)
-    return [_file(by_name[name], str(by_name[name]), name, option) for name in names], others
+    return [_file(by_name[name], str(by_name[name]), name, option, cache) for name in names], others
 
 
 def looks_like_hub_id(name: str) -> bool:
     """`org/name` or `name`, unless it looks like a mistyped path."""
-    if not _HUB_ID.match(name) or Path(name).suffix.lower() in KINDS:
+    if not _HUB_ID.match(name) or has_data_suffix(name):
         return False
     return not Path(name).parent.is_dir() if "/" in name else "." not in name
 
 
 def _missing(name: str, path: Path, option: str) -> NoReturn:
-    if "://" in name:
-        raise ConfigError(f"{option}={name} is a URL; download the data and pass the file, or pass a Hub id")
     folder = path.parent if path.parent.is_dir() else Path(".")
     near = difflib.get_close_matches(path.name, sorted(os.listdir(folder)), n=3, cutoff=0.6)
     remedy = f"did you mean {' or '.join(str(folder / match) for match in near)}?" if near else "check the path"
@@ -207,7 +215,7 @@ def _hub_file(name: str, config_name: str | None, split: str, option: str) -> Da
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(hub_mistake(name, config_name, split, option, error)) from None
     display_name = f"{name}[{split}]"
-    return DataFile(name, display_name, name, "hub", rows, config_name, split)
+    return DataFile(name, display_name, name, "arrow", rows, config_name, split)
 
 
 def hub_mistake(name: str, config_name: str | None, split: str, option: str, error: Exception) -> str:
@@ -223,6 +231,35 @@ def hub_mistake(name: str, config_name: str | None, split: str, option: str, err
         )
     chosen = f"{name}, configuration {config_name or 'default'}, split {split}"
     return f"{option}: cannot load {chosen}: {message}; set dataset_config_name and dataset_split (or eval_split)"
+
+
+def mapped_rows(file: DataFile) -> Any:
+    """A memory-mapped `datasets.Dataset` of an Arrow file or a Hub data set; its images stay the bytes that they are.
+
+    Raises:
+        OSError, ValueError: If an Arrow file cannot be read.
+    """
+    if file.is_hub:
+        return hub_rows(file.path, file.config_name, file.split)
+    return _arrow_rows(file.path, os.stat(file.path).st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _arrow_rows(path: str, changed_ns: int) -> Any:
+    import pyarrow as pa
+    from datasets import Dataset
+    from datasets.table import InMemoryTable  # of mapped memory, in this case
+
+    source = pa.memory_map(path)
+    try:
+        table = pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:  # the other format of Arrow files
+        source.seek(0)
+        table = pa.ipc.open_file(source).read_all()
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"the column {repeated[0]!r} appears twice")
+    return Dataset(InMemoryTable(table), fingerprint=f"{changed_ns}")
 
 
 @lru_cache(maxsize=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.remote_data import COMPRESSED, content_suffix
 
 _DOCUMENTS = re.compile(r"^((readme|licen[cs]e|notice)(\.(md|txt))?|dataset_(infos?|dict)\.json)$", re.IGNORECASE)
 _SYNONYMS = {
@@ -38,7 +40,7 @@ def list_folder(folder: Path, suffixes: Iterable[str]) -> Listing:
 
     Args:
         folder: Folder to search; links to other folders are not followed.
-        suffixes: Suffixes of data files.
+        suffixes: Suffixes of data files; compressed ones have another after it, such as `.jsonl.gz`.
     """
     known, names, ignored = set(suffixes), [], []
     for parent, folders, files in os.walk(folder):
@@ -49,9 +51,10 @@ def list_folder(folder: Path, suffixes: Iterable[str]) -> Listing:
             elif os.path.islink(os.path.join(parent, name)):
                 ignored.append(f"{base / name}/ (a link to a folder)")
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        saved = any(name.endswith(".arrow") for name in files)  # by `save_to_disk`, with a `state.json`
+        saved = _saved(Path(parent)) if "state.json" in files else None
         for name in files:
-            reason = "about the data" if saved and name == "state.json" else _no_data(name, known)
+            reason = _not_saved(name, saved) if saved is not None else None
+            reason = reason or _no_data(name, known)
             if reason:
                 ignored.append(f"{base / name} ({reason})")
             else:
@@ -59,13 +62,29 @@ def list_folder(folder: Path, suffixes: Iterable[str]) -> Listing:
     return Listing(sorted(names), sorted(ignored))
 
 
+def _saved(folder: Path) -> set[str] | None:
+    """The files that `save_to_disk` lists in its `state.json`; None if another program wrote that."""
+    try:
+        return {entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]}
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+def _not_saved(name: str, saved: set[str]) -> str | None:
+    """Why a file beside those of `save_to_disk` is no data: it describes them, or was derived from them later."""
+    if name == "state.json":
+        return "about the data"
+    return "not listed in state.json" if name.endswith(".arrow") and name not in saved else None
+
+
 def _no_data(name: str, suffixes: set[str]) -> str | None:
     if name.startswith("."):
         return "hidden"
     if _DOCUMENTS.match(name):
         return "about the data"
-    suffix = Path(name).suffix.lower()
-    return None if suffix in suffixes else f"ends in {suffix or 'nothing'!r}"
+    if content_suffix(name) in suffixes:
+        return None
+    return f"ends in {''.join(Path(name).suffixes[-1:]).lower() or 'nothing'!r}"
 
 
 def files_of_split(names: list[str], split: str, display_name: str, option: str, explicit: bool) -> Listing:
@@ -102,6 +121,7 @@ def split_of(name: str) -> str | None:
     (`dev_notes.txt`), so it must contain nothing else.
     """
     path = Path(name.lower())
+    path = path.with_suffix("") if path.suffix in COMPRESSED else path
     for component in (path.stem, *reversed(path.parts[:-1])):
         tokens = [word for word in _SEPARATORS.split(component) if word]
         if component == path.stem and path.suffix in (".txt", ".md") and not {*tokens} <= {*_SPLITS, *_COUNTING}:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainers.data.layout import DocumentLayout, ScoredDocuments, TopTokens
+from trainers.data.noise import TokenNoise
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     import torch
@@ -46,6 +47,7 @@ class MicroBatch:
         taught: whether the objective compares with the distributions of a teacher; what that predicts at each label,
             if it was recorded.
         sources: which source of a mix each label is from; None if their losses are not told apart.
+        noise: what to add to the embeddings of the tokens; None for nothing.
     """
 
     input_ids: torch.Tensor
@@ -59,6 +61,7 @@ class MicroBatch:
     scored: ScoredDocuments | None = None
     taught: bool | TopTokens = False
     sources: LabelSources | None = None
+    noise: TokenNoise | None = None
 
     @property
     def labels_or_documents(self) -> int:
@@ -87,6 +90,8 @@ class MicroBatch:
             moved["taught"] = self.taught if self.taught is True else self.taught.to(device, non_blocking=True)
         if self.sources is not None:
             moved["sources"] = LabelSources(self.sources.of_label.to(device, non_blocking=True), self.sources.number)
+        if self.noise is not None:
+            moved["noise"] = self.noise.to(device)
         if expert_weights is None:
             return moved
         return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}

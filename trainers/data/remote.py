@@ -13,16 +13,17 @@ from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.data.files import KINDS, DataFile, hub_mistake, looks_like_hub_id, resolve
+from trainers.config.remote_data import is_url
+from trainers.data.data_file import DataFile
+from trainers.data.files import KINDS, hub_mistake, looks_like_hub_id, resolve
 from trainers.data.folders import files_of_split
+from trainers.data.local_copies import VERSIONS, explained, file_system, refuse_other_content
 from trainers.run.log import without_secrets
 
 _BLOCK = 1 << 20
 """Least bytes of a request."""
 _WAITS = (1.0, 4.0, 16.0)
 """Seconds before a request that failed is sent again."""
-_VERSIONS = ("ETag", "etag", "blob_id", "sha256", "md5Hash", "Content-MD5", "Last-Modified", "LastModified", "mtime")
-"""What file systems call the version of a file; the first that is there counts."""
 
 
 def files_in_place(config: TrainConfig) -> list[DataFile]:
@@ -32,7 +33,7 @@ def files_in_place(config: TrainConfig) -> list[DataFile]:
         ConfigError: if the data does not exist or cannot be listed.
     """
     name, option = str(config.dataset_name), "dataset_name"
-    if "://" in name:
+    if is_url(name):
         return _files_at(name, config.dataset_split, option)
     if not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):
         return _files_on_hub(name, config.dataset_config_name, config.dataset_split, option)
@@ -53,58 +54,43 @@ def _files_on_hub(name: str, config_name: str | None, split: str, option: str) -
 
 def _files_at(url: str, split: str, option: str) -> list[DataFile]:
     """The files at a URL: one, those of a pattern, or those of a split below a folder."""
-    import fsspec
-
-    shown = without_secrets(url)
-    try:
-        fs, path = fsspec.url_to_fs(url)
-        is_pattern = any(letter in path for letter in "*?[")
+    is_pattern = any(letter in url for letter in "*?[")
+    with explained(url, option):
+        fs, path = file_system(url)
         if url.startswith(("http://", "https://")) or not (is_pattern or fs.isdir(path)):
-            return [_file_at(url, shown, option)]
+            return [_file_at(url, url.partition("?")[0], option)]
         paths = sorted(fs.glob(path) if is_pattern else fs.find(path))
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise _unreachable(option, shown, error) from None
     names = [name for name in paths if PurePosixPath(name).suffix.lower() in KINDS]
     if not names:
-        raise ConfigError(f"{option}={shown} has no data file; it needs files ending in {', '.join(KINDS)}")
-    chosen = files_of_split(names, split, shown, "dataset_split", explicit=is_pattern).names
+        raise ConfigError(f"{option}={url} has no data file; it needs files ending in {', '.join(KINDS)}")
+    chosen = files_of_split(names, split, url, "dataset_split", explicit=is_pattern).names
     return [_file_at(fs.unstrip_protocol(name), name, option) for name in chosen]
 
 
-def _file_at(url: str, shown: str, option: str) -> DataFile:
-    import fsspec
-
+def _file_at(url: str, label: str, option: str) -> DataFile:
     if os.path.isabs(url):  # a data set on disk
-        return DataFile(url, shown, PurePosixPath(url).name, _kind(url, shown, option), os.path.getsize(url))
-    kind = _kind(url.partition("?")[0], shown, option)
-    try:
-        fs, path = fsspec.url_to_fs(url)
+        return DataFile(url, label, PurePosixPath(url).name, _kind(url, label, option), os.path.getsize(url))
+    name = PurePosixPath(url.partition("?")[0]).name
+    kind = _kind(name, label, option)
+    with explained(url, option):
+        fs, path = file_system(url)
         facts = fs.info(path)
-    except Exception as error:
-        raise _unreachable(option, shown, error) from None
-    version = next((str(facts[name]) for name in _VERSIONS if facts.get(name)), "")
+    refuse_other_content(url, option, facts, name)
+    version = next((str(facts[key]) for key in VERSIONS if facts.get(key)), "")
     if not facts.get("size") or not version:
         missing = "size" if not facts.get("size") else "version (ETag or Last-Modified)"
-        raise ConfigError(f"{option}={shown}: the server does not tell the {missing} of the file; download it")
-    return DataFile(url, shown, PurePosixPath(url).name, kind, int(facts["size"]), version=version)
+        problem = f"is not read in place: its server does not tell its {missing}"
+        raise ConfigError.about(option, url, problem, "leave out dataset_streaming")
+    return DataFile(url, label, name, kind, int(facts["size"]), digest=f"{facts['size']} {version}")
 
 
-def _kind(path: str, shown: str, option: str) -> str:
+def _kind(path: str, label: str, option: str) -> str:
     suffix = PurePosixPath(path).suffix.lower()
-    if suffix not in KINDS:
+    if suffix not in KINDS or KINDS[suffix] == "arrow":
         known = ", ".join(KINDS)
-        raise ConfigError(f"{option}: {shown} ends in {suffix or 'nothing'!r}, and files are read in place if they end "
+        raise ConfigError(f"{option}: {label} ends in {suffix or 'nothing'!r}, and files are read in place if they end "
                           f"in one of {known}; leave out dataset_streaming, or convert it")  # fmt: skip
     return KINDS[suffix]
-
-
-def _unreachable(option: str, shown: str, error: Exception) -> ConfigError:
-    if isinstance(error, FileNotFoundError):
-        return ConfigError(f"{option}={shown} does not exist, or its server is out of reach; check the URL")
-    reason = without_secrets(str(error).partition("\n")[0][:200] or type(error).__name__)
-    return ConfigError(f"{option}={shown} cannot be read: {reason}; check the URL, and credentials in the environment")
 
 
 def open_file(file: DataFile) -> BinaryIO:
@@ -113,7 +99,7 @@ def open_file(file: DataFile) -> BinaryIO:
     Raises:
         OSError: if it cannot be read.
     """
-    return io.BufferedReader(RemoteFile(file), _BLOCK) if "://" in file.path else open(file.path, "rb")
+    return io.BufferedReader(RemoteFile(file), _BLOCK) if is_url(file.path) else open(file.path, "rb")
 
 
 class RemoteFile(io.RawIOBase):
@@ -127,10 +113,7 @@ class RemoteFile(io.RawIOBase):
     """
 
     def __init__(self, file: DataFile):
-        import fsspec
-
-        self._name = file.display_name
-        fs, path = fsspec.url_to_fs(file.path)
+        fs, path = file_system(file.path)
         self._file: Any = self._try(lambda: fs.open(path, "rb", cache_type="none", size=file.size))
 
     def _try(self, request: Any) -> Any:

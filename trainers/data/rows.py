@@ -24,6 +24,7 @@ from trainers.data.layout import (
 )
 from trainers.data.micro_batch import LabelSources, MicroBatch
 from trainers.data.mix import MixedSet
+from trainers.data.noise import NoiseRule, TokenNoise
 from trainers.data.packing import pack
 from trainers.data.rollouts import Rollouts, TokenValues
 from trainers.data.teacher_file import TeacherFile, values_of_labels
@@ -69,8 +70,9 @@ class Rows:
         teacher: what a teacher predicts, if it was recorded.
 
     `bounds` `[parts + 1]` is the first row of each part that is packed by itself, such as a source of a mix, and the
-    end. `splits_loss` says whether micro-batches tell which source a label is from. `reference`, once set,
-    holds the log-probability `[documents]` of each document under the initial model.
+    end. `splits_loss` says whether micro-batches tell which source a label is from. `noise` is what the embeddings of a
+    step's micro-batches get. `reference`, once set, holds the log-probability `[documents]` of each document under the
+    initial model.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Rows:
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
         self.splits_loss = False
+        self.noise: NoiseRule | None = None
         self._filler: int | None = None
         parts = objective.documents
         count = len(documents.lengths) // parts
@@ -151,18 +154,21 @@ class Rows:
         """The tensors of the given rows; if empty, one row of weight zero, as every rank must do the same passes."""
         return self.collate_each([rows], scales)[0]
 
-    def collate_each(self, shares: Sequence[np.ndarray], scales: Scales = UNSCALED) -> list[MicroBatch]:
+    def collate_each(
+        self, shares: Sequence[np.ndarray], scales: Scales = UNSCALED, step: int | None = None
+    ) -> list[MicroBatch]:
         """The tensors of several micro-batches; their documents are read at once.
 
         Args:
             shares: row numbers of each micro-batch.
             scales: factors of the global batch.
+            step: the training step, from 0, for its `noise`; None for none.
         """
         groups = [[self._members(row) for row in share.tolist()] for share in shares]
         if not self.packing and self.objective.documents > 1:  # a row of the micro-batch for each document
             groups = [[members[part : part + 1] for members in group for part in range(len(members))]
                       for group in groups]  # fmt: skip
-        return self._collate_groups(groups, scales)
+        return self._collate_groups(groups, scales, step)
 
     def collate_documents(self, numbers: np.ndarray, size: int, rank: int, world: int) -> list[MicroBatch]:
         """The tensors of this rank's share of some documents, packed among themselves if rows are.
@@ -182,7 +188,9 @@ class Rows:
         groups = [lines[start + rank * size : start + (rank + 1) * size] for start in starts]
         return self._collate_groups(groups, UNSCALED)
 
-    def _collate_groups(self, groups: list[list[np.ndarray]], scales: Scales) -> list[MicroBatch]:
+    def _collate_groups(
+        self, groups: list[list[np.ndarray]], scales: Scales, step: int | None = None
+    ) -> list[MicroBatch]:
         """The micro-batches whose rows hold the documents with the given numbers."""
         members = [numbers for group in groups for numbers in group]
         contents = self._contents(members)
@@ -198,8 +206,28 @@ class Rows:
             elif self.objective.teacher:
                 taught = self._top_tokens(members[start:end], micro_batch, predicted_from) if self.teacher else True
                 micro_batch = replace(micro_batch, taught=taught)
+            if self.noise is not None and step is not None:
+                width = micro_batch.slots // max(end - start, 1)
+                noise = self._noise(self.noise, step, members[start:end], max(end - start, 1), width)
+                micro_batch = replace(micro_batch, noise=noise)
             micro_batches.append(micro_batch)
         return micro_batches
+
+    def _noise(self, rule: NoiseRule, step: int, members: list[np.ndarray], batch: int, width: int) -> TokenNoise:
+        """This rank's shard of the noise of rows `[batch, width]` with the given documents."""
+        import torch
+
+        keys, lengths = np.zeros((batch, width), dtype=np.int64), np.zeros((batch, width), dtype=np.int64)
+        for line, numbers in enumerate(members):
+            of_each = self.documents.lengths[numbers].astype(np.int64)
+            positions = np.concatenate([np.arange(length) for length in of_each.tolist()])
+            keys[line, : len(positions)] = rule.keys(step, np.repeat(numbers, of_each), positions)
+            lengths[line, : len(positions)] = np.repeat(of_each, of_each)
+        columns = slice(None) if self.shard.count == 1 else self.shard.columns(width)
+        own_keys, own_lengths = (
+            torch.from_numpy(np.ascontiguousarray(values[:, columns])) for values in (keys, lengths)
+        )
+        return TokenNoise(own_keys, own_lengths, rule.alpha)
 
     def _members(self, row: int) -> np.ndarray:
         """Numbers of the documents in a row."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 from trainers.config.mistakes import ConfigError
-from trainers.data.files import DataFile
+from trainers.data.data_file import DataFile
 
 SHARD_BYTES = 16 << 20
 ROW_BYTES = 10_000_000
@@ -32,9 +32,9 @@ class FileShard:
 
     Attributes:
         file: The file.
-        start: First byte (first row, from 0, of Parquet and Hub data).
+        start: First byte (first row, from 0, of Parquet, Arrow and Hub data).
         end: Byte (or row) after the last.
-        line: Number of the first line, from 1 (of the first row for Parquet and Hub data).
+        line: Number of the first line, from 1 (of the first row for Parquet, Arrow and Hub data).
         first_row: Number of the first row within the whole data set, from 0.
         rows: Items that `read` yields.
         header: Column names of CSV and TSV.

@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from trainers.config.mistakes import ConfigError
 from trainers.data import json_rows, table_rows, text_rows
-from trainers.data.files import DataFile, unreadable
+from trainers.data.data_file import DataFile
+from trainers.data.files import unreadable
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard, Item
 
 _UNREADABLE = (OSError, ValueError, OverflowError, KeyError)
@@ -55,7 +56,7 @@ def iter_shards(
 
 
 def read(shard: FileShard, sample_by: str, wanted: Iterable[str] = ()) -> Iterator[Item]:
-    """Yields `shard.rows` items: line number (row number for Parquet and Hub data) and row.
+    """Yields `shard.rows` items: line number (row number for Parquet, Arrow and Hub data) and row.
 
     Args:
         shard: From `plan`.
@@ -85,7 +86,7 @@ def unread_columns(file: DataFile, wanted: Iterable[str]) -> list[str]:
     Raises:
         ConfigError: if the file cannot be read.
     """
-    if file.kind not in ("parquet", "hub"):
+    if file.kind not in ("parquet", "arrow"):
         return []
     try:
         names = table_rows.column_names(file)
@@ -100,8 +101,8 @@ def _empty(shard: FileShard) -> Iterator[Item]:
 
 
 def _file_shards(file: DataFile, sample_by: str, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[FileShard]:
-    if file.kind == "hub":
-        return table_rows.shard_hub(file)
+    if file.kind == "arrow":
+        return table_rows.shard_mapped(file)
     if file.kind == "parquet":
         return table_rows.shard_parquet(file, shard_bytes)
     if file.kind == "json":
@@ -118,5 +119,5 @@ _READERS: dict[str, Callable[[FileShard, str, list[str]], Iterator[Item]]] = {
     "tsv": table_rows.read_csv,
     "text": text_rows.read_text,
     "parquet": table_rows.read_parquet,
-    "hub": table_rows.read_hub,
+    "arrow": table_rows.read_mapped,
 }

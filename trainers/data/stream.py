@@ -25,11 +25,11 @@ import numpy as np
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.config.remote_data import is_url
 from trainers.data.cache import CacheWriter, TokenSet, open_cache
-from trainers.data.files import DataFile, ignored_files
-from trainers.data.joined import JoinedSet
-from trainers.data.prepare import (
-    cache_dir,
+from trainers.data.data_file import DataFile
+from trainers.data.files import ignored_files
+from trainers.data.fill_cache import (
     cores,
     data_fingerprint,
     first_rows,
@@ -39,6 +39,8 @@ from trainers.data.prepare import (
     refuse_bad,
     refuse_nothing,
 )
+from trainers.data.joined import JoinedSet
+from trainers.data.local_copies import cache_dir
 from trainers.data.progress import Progress
 from trainers.data.remote import files_in_place
 from trainers.data.report import Report
@@ -198,7 +200,7 @@ class Stream:
         for part in parts:
             report.merge(part.report)
             report.formats = sorted({*report.formats, *part.report.formats})
-        if not self.files[0].version:
+        if not is_url(self.files[0].path):
             report.ignored_files = ignored_files(self.config, "train")
         return report
 
@@ -242,8 +244,8 @@ class Stream:
                     TokenizeTask([(self.shards[number], 0, self.tasks[number].shards[0][2])], f"{folder}/{number}")
                     for number in numbers
                 ]
-                shown = Progress("tokenizing the first window", total) if shows else nullcontext()
-                with Pool(processes, folder, self._encoder, options, name) as pool, shown as progress:
+                progress_bar = Progress("tokenizing the first window", total) if shows else nullcontext()
+                with Pool(processes, folder, self._encoder, options, name) as pool, progress_bar as progress:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
                         self._publish(number, task, report)

@@ -1,4 +1,4 @@
-"""Rows of CSV, TSV and Parquet files and of Hub data sets. Imports no torch."""
+"""Rows of CSV, TSV, Parquet and Arrow files and of Hub data sets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from itertools import islice
 from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
-from trainers.data.files import DataFile, hub_rows
+from trainers.config.remote_data import is_url
+from trainers.data.data_file import DataFile
+from trainers.data.files import mapped_rows
 from trainers.data.remote import RemoteFile, open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, group, lines, too_large
 
-HUB_ROWS = 10_000  # rows of a Hub data set per shard
+MAPPED_ROWS = 10_000  # rows of Arrow data per shard
 SNIFFED_LINES = 20
 TABLE_LINES = 100  # a field with fewer lines may well contain a table
 
@@ -177,9 +179,9 @@ def _row_shards(file: DataFile, counts: Iterable[int]) -> Iterator[FileShard]:
         start += count
 
 
-def shard_hub(file: DataFile) -> Iterator[FileShard]:
-    """Shards of `HUB_ROWS` rows."""
-    return _row_shards(file, [min(HUB_ROWS, file.size - start) for start in range(0, file.size, HUB_ROWS)])
+def shard_mapped(file: DataFile) -> Iterator[FileShard]:
+    """Shards of `MAPPED_ROWS` rows."""
+    return _row_shards(file, [min(MAPPED_ROWS, file.size - start) for start in range(0, file.size, MAPPED_ROWS)])
 
 
 def shard_parquet(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
@@ -205,15 +207,15 @@ def _parquet(file: DataFile) -> Any:
     """An open Parquet file; a remote one is read by the ranges that are needed."""
     import pyarrow.parquet as pq
 
-    if file.version:
+    if is_url(file.path):
         return pq.ParquetFile(RemoteFile(file), pre_buffer=True)
     return pq.ParquetFile(file.path, memory_map=True, pre_buffer=False)
 
 
 def column_names(file: DataFile) -> list[str]:
-    """The columns of a Parquet file or of a Hub data set."""
-    if file.kind == "hub":
-        return list(hub_rows(file.path, file.config_name, file.split).column_names)
+    """The columns of a Parquet or Arrow file, or of a Hub data set."""
+    if file.kind == "arrow":
+        return list(mapped_rows(file).column_names)
 
     with _parquet(file) as parquet:
         return list(parquet.schema_arrow.names)
@@ -257,12 +259,24 @@ def read_parquet(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterato
                 number += 1
 
 
-def read_hub(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
-    """The rows of a shard of a Hub data set."""
-    data = hub_rows(shard.file.path, shard.file.config_name, shard.file.split)
-    columns = columns_to_read(data.column_names, wanted)
-    data = data.select_columns(columns) if columns else data
+def read_mapped(shard: FileShard, sample_by: str, wanted: list[str]) -> Iterator[Item]:
+    """The rows of a shard of an Arrow file or a Hub data set; images and other media stay the bytes that they are."""
+    data = mapped_rows(shard.file)
+    columns = columns_to_read(data.column_names, wanted) or data.column_names
+    media = [name for name in columns if _holds_media(data.features[name])]
+    decoded = data.select_columns([name for name in columns if name not in media])
+    stored = data.select_columns(media).with_format("arrow")
     for start in range(shard.start, shard.end, 100):
-        block = data[start : min(start + 100, shard.end)]
-        for index, values in enumerate(zip(*block.values(), strict=True)):
-            yield start + index + 1, _without_nulls(dict(zip(block, values, strict=True)))
+        rows = range(start, min(start + 100, shard.end))
+        block = {**(decoded[rows] if decoded.column_names else {}), **(stored[rows].to_pydict() if media else {})}
+        for number, *values in zip(rows, *(block[name] for name in columns), strict=True):
+            yield number + 1, _without_nulls(dict(zip(columns, values, strict=True)))
+
+
+def _holds_media(feature: Any) -> bool:
+    """Whether a column has values that `datasets` decodes, such as images, other than JSON."""
+    if isinstance(feature, dict | list | tuple):
+        return any(map(_holds_media, feature.values() if isinstance(feature, dict) else feature))
+    if (inner := getattr(feature, "feature", None)) is not None:
+        return _holds_media(inner)
+    return bool(getattr(feature, "decode", False)) and type(feature).__name__ != "Json"

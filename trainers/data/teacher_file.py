@@ -20,7 +20,7 @@ from trainers.data.cache import TokenSet
 from trainers.run.teacher import META, array_paths
 
 if TYPE_CHECKING:
-    from trainers.data.prepare import Split
+    from trainers.data.fill_cache import Split
 
 VERSION = 1
 _BLOCK = 1 << 16  # labels that are checked at once

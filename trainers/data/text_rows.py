@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-from trainers.data.files import DataFile
+from trainers.data.data_file import DataFile
 from trainers.data.remote import open_file
 from trainers.data.shards import BOM, ROW_BYTES, BadRow, FileShard, Item, Record, content_end, group, lines, too_large
 

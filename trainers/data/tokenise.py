@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainers.config.objectives import ANSWER, SFT_FORMATS
-from trainers.data.files import DataFile
+from trainers.data.data_file import DataFile
 from trainers.data.formats import Document, RowError, wanted_columns
 from trainers.data.held_out import Selection, row_hash
 from trainers.data.preferences import example

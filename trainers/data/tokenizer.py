@@ -9,7 +9,7 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -104,6 +104,8 @@ def tokenizer_hash(folder: Path, config: TrainConfig) -> str:
         digest.update(f"{name}:{len(content)}:".encode() + content)
     source = chosen_template(config, own_template(folder)).source
     dated = source is not None and ("strftime_now" in source or "date_string" in source)
+    if config.new_tokens:
+        digest.update(repr(config.new_tokens).encode())
     digest.update(repr((source, config.template_date if dated else None, stop_token_ids(folder))).encode())
     return digest.hexdigest()
 
@@ -216,7 +218,7 @@ def read_chat_template(config: TrainConfig) -> str | None:
 def load_tokenizer(config: TrainConfig) -> Any:
     """Loads the fast tokenizer of the base model, with the chat template of the config and a pad token.
 
-    The pad token is taken from the existing vocabulary, so the embeddings never grow.
+    The pad token is taken from the existing vocabulary, so the embeddings grow only for `new_tokens`.
 
     Returns:
         A transformers tokenizer backed by the tokenizers library.
@@ -255,4 +257,32 @@ def load_tokenizer(config: TrainConfig) -> Any:
         vocabulary = tokenizer.get_vocab()
         own = [token for token in _PAD_TOKENS if token in vocabulary]
         tokenizer.pad_token = next(iter([*own, tokenizer.unk_token or tokenizer.eos_token]))
+    _add_tokens(tokenizer, config.new_tokens)
     return tokenizer
+
+
+def _add_tokens(tokenizer: Any, tokens: Sequence[str]) -> dict[str, int]:
+    """Adds tokens to a tokenizer; returns the ids of those that it lacked.
+
+    They are no special tokens, so that decoding keeps them. A token that is known already stays as it is: as an added
+    token it would be cut out of longer ones.
+    """
+    from transformers import AddedToken
+
+    known = tokenizer.get_vocab()
+    fresh = [token for token in tokens if token not in known]
+    tokenizer.add_tokens([AddedToken(token, lstrip=False, rstrip=False, normalized=False) for token in fresh])
+    return {token: tokenizer.convert_tokens_to_ids(token) for token in fresh}
+
+
+def new_token_ids(config: TrainConfig) -> dict[str, int]:
+    """Ids of the `new_tokens` that the base model's tokenizer lacks, by token.
+
+    Raises:
+        ConfigError: see `load_tokenizer`.
+    """
+    if not config.new_tokens:
+        return {}
+    # A run that goes on from an adapter has a tokenizer that knows them, and a base model that does not.
+    tokenizer = load_tokenizer(config.model_copy(update={"from_run": None, "new_tokens": []}))
+    return _add_tokens(tokenizer, config.new_tokens)

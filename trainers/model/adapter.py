@@ -19,6 +19,7 @@ from trainers.model.load import model_path
 from trainers.model.lora import adapts_tied
 from trainers.model.probe import in_one_line
 from trainers.model.stored import replace
+from trainers.model.vocabulary import add_rows
 from trainers.model.weight_names import Shapes, misfits
 from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_of
 from trainers.run.json_file import load_json
@@ -77,12 +78,21 @@ class Adapter:
         Raises:
             ValueError: if peft cannot use the config, or tensors are missing, unexpected or of another shape.
         """
+        self._enlarge(base)
         try:
             model: Any = get_peft_model(base, self.settings)
         except Exception as error:  # peft raises errors of any kind
             raise _unusable(error) from None
         self.load_into(model)
         return model
+
+    def _enlarge(self, base: Any) -> None:
+        """Gives a base model rows for the tokens that the adapter has added, as `AutoPeftModel` does."""
+        tokens = self.settings.trainable_token_indices or {}
+        ids = [*tokens] if isinstance(tokens, list) else [token for several in tokens.values() for token in several]
+        rows = max(ids, default=-1) + 1
+        if rows > base.get_input_embeddings().weight.shape[0]:
+            add_rows(base, {}, rows)
 
     def load_into(self, model: Any) -> None:
         """Loads the weights into the adapters of a peft model, which may be of another dtype.

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
 from trainers.strategy.expert_plan import EXPERT_COUNTS, largest_of
 
 _CHOSEN_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
@@ -44,13 +46,28 @@ def router_names(base: Any) -> list[str]:
     return [name for name, _ in base.named_modules() if _ROUTING & set(name.split("."))]
 
 
+def refuse_other_stacks(base: nn.Module, config: TrainConfig) -> None:
+    """Raises ConfigError unless each of `lora_target_parameters` is the end of names of stacks of matrices."""
+    stacks = [
+        f"{name}.{part}" for name, module in base.named_modules() if not isinstance(module, nn.Conv1d)
+        for part, weight in module.named_parameters(recurse=False) if weight.ndim == 3
+    ]  # fmt: skip
+    for target in config.lora_target_parameters:
+        if not any(f".{name}".endswith(f".{target}") for name in stacks):
+            ends = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+            remedy = f"use some of {', '.join(ends)}" if ends else "leave it out: it has no stacked weights"
+            problem = f"matches no stack of matrices of {config.model_name_or_path}"
+            raise ConfigError.about("lora_target_parameters", target, problem, remedy)
+
+
 def adapter_lines(model: Any) -> list[str]:
     """Log lines about which modules have adapters and which large weights have none; empty without adapters.
 
     Args:
         model: a transformers or peft model.
     """
-    targeted = getattr(model, "targeted_module_names", None)
+    stacks: list[str] = getattr(model, "targeted_parameter_names", [])
+    targeted = [*getattr(model, "targeted_module_names", []), *stacks]
     if not targeted:
         return []
     base = model.get_base_model()
@@ -59,8 +76,11 @@ def adapter_lines(model: Any) -> list[str]:
     if not has_experts(base.config.get_text_config()):
         return lines
     routers = [name for name in router_names(base) if not _children(base, name) and "lora_" not in name]
+    adapted = {name.rpartition(".")[2] for name in stacks}
     fused = Counter(
-        name.rpartition(".")[2] for name, weight in base.named_parameters() if weight.ndim == 3 and "lora_" not in name
+        end
+        for name, weight in base.named_parameters()
+        if (end := name.rpartition(".")[2]) not in adapted and weight.ndim == 3 and "lora_" not in name
     )
     bare = [name for name in routers if not any(name == target or name.startswith(f"{target}.") for target in targeted)]
     if bare:
@@ -71,7 +91,7 @@ def adapter_lines(model: Any) -> list[str]:
         weights = ", ".join(f"{name} {count}" for name, count in sorted(fused.items()))
         lines.append(
             f"no adapters on: the experts' own weights ({weights}), stored as one tensor per layer; "
-            "method=full trains them"
+            "lora_target_parameters names those to adapt"
         )
     return lines
 

@@ -29,6 +29,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
+from trainers.model.embedding_rate import embedding_rate_lines, refuse_unknown_embeddings
 from trainers.model.freezing import freeze
 from trainers.model.lora import add_adapters, leave_derived
 from trainers.model.mixers import split_mixers
@@ -55,6 +56,7 @@ from trainers.model.rotary import choose_by_document
 from trainers.model.scalar_head import check_head, has_head, init_head, model_family
 from trainers.model.small_model import choose_attention
 from trainers.model.stored import LeftInFiles, Source, without_memory
+from trainers.model.vocabulary import grow_vocabulary
 from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.run.from_run import adapter_of
@@ -164,10 +166,15 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
 def load_base(config: TrainConfig) -> PreTrainedModel:
     """Loads the base model on the CPU in `base_dtype` (quantised for qlora), with attention that keeps documents apart.
 
+    Its vocabulary has the new tokens of the config.
+
     Raises:
         ConfigError: if the files are missing, gated or damaged, or the architecture cannot be packed or quantised.
     """
-    return _load_base(config, load_model_config(config))
+    base = _load_base(config, load_model_config(config))
+    for line in grow_vocabulary(config, base):
+        _say(line)
+    return base
 
 
 def _load_base(config: TrainConfig, model_config: Any, left: LeftInFiles | None = None) -> PreTrainedModel:
@@ -288,11 +295,12 @@ def build_model(config: TrainConfig) -> nn.Module:
 
 def _trainable(base: PreTrainedModel, config: TrainConfig) -> nn.Module:
     """The base with adapters, or with the weights frozen that the config names."""
-    if config.method != "full":
-        return add_adapters(base, config)
-    for line in freeze(config, base):
+    refuse_unknown_embeddings(base, config)
+    frozen = freeze(config, base) if config.method == "full" else []
+    model = base if config.method == "full" else add_adapters(base, config)
+    for line in [*frozen, *embedding_rate_lines(model, config)]:
         _say(line)
-    return base
+    return model
 
 
 def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
@@ -315,6 +323,8 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
         _say("every process loads the whole model: it is unknown where some of its weights come from")
         del base
         return build_model(config), {}
+    for line in grow_vocabulary(config, base, sources):
+        _say(line)
     if config.method == "qlora":
         sources = leave_quantised(base, sources)
     use_checkpointing(base, config)

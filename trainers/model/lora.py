@@ -16,10 +16,12 @@ from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError
 from trainers.config.model_options import matching_patterns
 from trainers.config.options import TrainConfig
-from trainers.model.experts import router_names
+from trainers.model.experts import refuse_other_stacks, router_names
+from trainers.model.principal import refuse_without_vectors
 from trainers.model.probe import in_one_line
 from trainers.model.reachability import reach_noted, text_parts
 from trainers.model.stored import NormsOf, Source, replace
+from trainers.model.vocabulary import token_ids
 from trainers.objectives.output_head import scalar_head, with_weights
 
 KEY = "modules_to_save"
@@ -50,6 +52,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         spared += router_names(base) + _unadapted(base) + _saved(base, config)
     if complete:
         _refuse_unsaved(base, config)
+        refuse_other_stacks(base, config)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
@@ -60,7 +63,9 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
+        target_parameters=[*config.lora_target_parameters] or None,
         modules_to_save=[*config.modules_to_save] or None,
+        trainable_token_indices=_token_rows(base, config) or None,
         task_type="SEQ_CLS" if config.objective_spec.scalar_head else "CAUSAL_LM",  # the former trains its head in full
         revision=config.model_revision,
     )
@@ -82,6 +87,9 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         head.original_module.to(frozen)  # unused; peft made the trained copy from it
     for copied in copies(base):
         copied.trained.to(torch.float32)
+    for adapter in token_adapters(base):
+        adapter.trainable_tokens_delta.to(torch.float32)
+    _refuse_parted_tokens(config, base)
     missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
     if (missing and complete) or not got:
         raise ConfigError.about(
@@ -91,6 +99,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
             f"use all-linear, or some of {', '.join(names)}",
         )
     _refuse_merging_tied(config, base, got)
+    refuse_without_vectors(config, model)
     if complete:
         _refuse_unclear_patterns(config, [*got, *model.targeted_parameter_names])
     return model
@@ -138,12 +147,58 @@ def leave_derived(model: nn.Module, sources: dict[int, Source]) -> None:
         for weight, copied in zip(original.parameters(), trained.parameters(), strict=True):
             if weight.is_meta:
                 leave(copied, copy.copy(sources[id(weight)]))  # a checkpoint replaces that of the copy alone
+    for adapter in token_adapters(model):  # a few rows, read at once
+        weight = adapter.base_layer.weight
+        for key, rows in adapter.trainable_tokens_delta.items() if weight.is_meta else ():
+            width, read = slice(0, weight.shape[1]), torch.empty(rows.shape, dtype=weight.dtype)
+            for row, token in zip(read, adapter.token_indices[key], strict=True):
+                sources[id(weight)].read(row[None], (slice(token, token + 1), width))
+            rows.data.copy_(read)
+            adapter.trainable_tokens_original[key] = rows.detach().clone()
     for layer in model.modules():
         if vectors := getattr(layer, "lora_magnitude_vector", None):
             base: Any = layer.get_base_layer()  # type: ignore[operator]
             for vector in vectors.values() if base.weight.is_meta else ():
                 dim = 0 if vector.fan_in_fan_out else 1
                 leave(vector.weight, NormsOf(sources[id(base.weight)], base.weight.dtype, dim))
+
+
+def token_adapters(model: nn.Module) -> list[Any]:
+    """peft's layers that train some rows of an embedding or head; those that a tied layer shares are listed once."""
+    layers: list[Any] = [part for part in model.modules() if isinstance(getattr(part, "token_indices", None), dict)]
+    return [layer for layer in layers if layer.tied_adapter is None]
+
+
+def _token_rows(base: Any, config: TrainConfig) -> dict[str, list[int]]:
+    """peft's `trainable_token_indices`: the rows of the new tokens, in each layer that is not saved in full."""
+    ids = token_ids(base)
+    ends = [base.get_input_embeddings(), base.get_output_embeddings()] if ids else []
+    by_name = {name: part for name, part in base.named_modules() if part in ends}
+    for name in by_name:
+        if any(_ends(name, target) for target in config.lora_target_modules):
+            problem = "gets rows for new_tokens, which are trained without an adapter"
+            raise ConfigError.about("lora_target_modules", name.rpartition(".")[2], problem, "leave it out")
+    tied = len(ends) == 2 and ends[1] is not None and ends[0].weight is ends[1].weight
+    trained = [name for name, part in by_name.items() if part is ends[0] or not tied]
+    return {name: ids for name in trained if name not in _saved(base, config)}
+
+
+def _refuse_parted_tokens(config: TrainConfig, base: Any) -> None:
+    """Raises ConfigError if peft would train the new rows of one of two tied weights, or tie those of two.
+
+    It goes by the model's config, which the weights need not follow.
+    """
+    ends = [getattr(end, "token_adapter", None) for end in (base.get_input_embeddings(), base.get_output_embeddings())]
+    adapters = [end for end in ends if end is not None]
+    if not adapters:
+        return
+    tied = len({id(adapter.base_layer.weight) for adapter in adapters}) < len(adapters)
+    shared = any(adapter.tied_adapter is not None for adapter in adapters)
+    head = base.get_output_embeddings()
+    alone = len(adapters) == 1 and head is not None and getattr(head, "weight", None) is adapters[0].base_layer.weight
+    if tied != shared or alone:
+        problem = f": {base.config.model_type} ties its embedding and head in another way than its config says"
+        raise ConfigError.about("new_tokens", ",".join(config.new_tokens), problem, "use method=full")
 
 
 def copies(model: nn.Module) -> list[Copied]:

@@ -18,7 +18,8 @@ def matmul_parameters(model: nn.Module, expert_share: float = 1.0) -> tuple[int,
         expert_share: see `trainers.model.experts.expert_share`; counts that much of the experts' weights.
     """
     trained = frozen = 0
-    replaced = {id(part) for module in model.modules() for part in [getattr(module, "original_module", None)]}
+    copied: list[Any] = [part for part in model.modules() if "modules_to_save" in part._modules]
+    replaced = {id(part.original_module) for part in copied}
     for module in model.modules():
         if id(module) in replaced:  # by a trained copy
             continue

@@ -158,6 +158,33 @@ class NormsOf:
             target.detach().copy_(self.mapped()[part])
 
 
+@dataclass(frozen=True)
+class Between:
+    """A point on the line through two stored tensors.
+
+    Args:
+        start, end: the tensors, in fp32.
+        share: 0 for the first, 1 for the second; may be outside.
+    """
+
+    start: StoredTensor
+    end: StoredTensor
+    share: float
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.start.shape
+
+    def mapped(self) -> torch.Tensor:
+        """The weight; both tensors are in memory for a moment."""
+        return self.start.mapped().lerp(self.end.mapped(), self.share)
+
+    def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
+        """See `StoredTensor.read`."""
+        if target.numel():
+            target.detach().copy_(self.mapped()[part])
+
+
 class Source(Protocol):
     """Where a weight comes from."""
 

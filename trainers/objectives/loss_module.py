@@ -18,11 +18,12 @@ from torch.nn import functional
 
 from trainers.data.layout import AttentionMetadata, DocumentLayout, MetadataRoute, ScoredDocuments, TopTokens
 from trainers.data.micro_batch import LabelSources
+from trainers.data.noise import TokenNoise
 from trainers.objectives.distillation import Head, attach, compare_heads
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import Score, VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss, TokenLoss
-from trainers.objectives.output_head import HeadRule, find_head_rule, scalar_head
+from trainers.objectives.output_head import HeadRule, find_head_rule, head_weights, scalar_head
 from trainers.objectives.sampling import SampleRequest, sample
 from trainers.objectives.sft import linear_cross_entropy
 
@@ -83,6 +84,7 @@ class LossModule(nn.Module):
         self.chunked = rule is not None or self.scores_ends
         self.rule = rule or HeadRule()
         self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
+        self.noise: TokenNoise | None = None  # of the current forward pass
         self.needs_positions = any(getattr(module, "needs_positions", False) for module in self.base.modules())
         self.mixers = [layer for layer in self.base.modules() if getattr(layer, "sees_documents", False)]
         if self.mixers:  # see trainers/model/mixers.py; they do not get the arguments of attention layers
@@ -106,6 +108,13 @@ class LossModule(nn.Module):
         """Number of tokens in the model's vocabulary."""
         return int(self.base.config.get_text_config().vocab_size)
 
+    def accept_noise(self) -> None:
+        """Prepares the embedding for the `noise` of forward passes."""
+        self.base.get_input_embeddings().register_forward_hook(self._add_noise)
+
+    def _add_noise(self, embedding: nn.Module, ids: Any, embedded: torch.Tensor) -> torch.Tensor | None:
+        return None if self.noise is None else self.noise.added_to(embedded)
+
     def tie_weights(self) -> None:
         """Ties embedding and head again; Accelerate calls this after replacing weights for FSDP 2."""
         self.base.tie_weights()
@@ -113,23 +122,13 @@ class LossModule(nn.Module):
             self.teacher.tie_weights()
 
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        documents: DocumentLayout | None,
-        positions: torch.Tensor,
-        labels: torch.Tensor,
-        own_forward: bool = False,
-        real_tokens: torch.Tensor | None = None,
-        expert_weights: torch.Tensor | None = None,
-        scored: ScoredDocuments | None = None,
-        only_log_probs: bool = False,
-        taught: bool | TopTokens = False,
-        of_teacher: bool = False,
-        per_label: bool = False,
-        request: SampleRequest | None = None,
-        sources: LabelSources | None = None,
-    ) -> Any:
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, documents: DocumentLayout | None,
+        positions: torch.Tensor, labels: torch.Tensor, own_forward: bool = False,
+        real_tokens: torch.Tensor | None = None, expert_weights: torch.Tensor | None = None,
+        scored: ScoredDocuments | None = None, only_log_probs: bool = False, taught: bool | TopTokens = False,
+        of_teacher: bool = False, per_label: bool = False, request: SampleRequest | None = None,
+        sources: LabelSources | None = None, noise: TokenNoise | None = None,
+    ) -> Any:  # fmt: skip
         """Summed loss over the trained tokens, or over the examples that `scored` holds.
 
         A model with a scalar head has a score for each of `positions` in place of the log-probability of its label.
@@ -150,6 +149,7 @@ class LossModule(nn.Module):
             per_label: return the log-probability `[labels]` of each label in place of the loss.
             request: prompts to answer; then nothing else is computed, and the answers are returned.
             sources: which source of a mix each label is from.
+            noise: what to add to the embeddings of the tokens.
 
         Returns:
             The summed loss (fp32 scalar), and the number of correctly predicted tokens (int64 scalar; the chunked loss
@@ -157,6 +157,7 @@ class LossModule(nn.Module):
             Gradients include those of the load-balancing loss, the loss does not. With `real_tokens` but no
             `expert_weights`: routing counts (`LoadBalancing.count`) in place of the loss.
         """
+        self.noise = noise
         if of_teacher:
             return self.teacher(input_ids, position_ids, documents, positions, labels, own_forward)
         batch = (input_ids, position_ids, documents, positions, labels)
@@ -181,7 +182,7 @@ class LossModule(nn.Module):
             with torch.autocast(input_ids.device.type, enabled=False):
                 loss, metrics = _summed(self._end_scores(picked), labels, score)
             return _with_balance(loss, output, real_tokens, expert_weights), metrics
-        head = self.base.get_output_embeddings()
+        head = head_weights(self.base.get_output_embeddings())
         with torch.autocast(input_ids.device.type, enabled=False):  # with fp16, Accelerate wraps all of this in one
             if taught is not False:
                 loss, metrics = self._taught(batch, picked, taught)

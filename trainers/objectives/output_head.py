@@ -49,8 +49,36 @@ def scalar_head(model: Any) -> Any:
     return getattr(model, SCALAR_HEAD, None) if "ForSequenceClassification" in type(model).__name__ else None
 
 
+class HeadWeights(NamedTuple):
+    """What an output head multiplies with.
+
+    Args:
+        weight: `[vocabulary, hidden size]`.
+        bias: `[vocabulary]`, or None.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+def head_weights(head: Any) -> HeadWeights:
+    """The weights of an output head, of which peft may train some rows (its `trainable_token_indices`)."""
+    tokens = _token_adapter(head)
+    if tokens is None:
+        return HeadWeights(head.weight, head.bias)
+    layer = tokens.base_layer
+    weight = layer.weight if tokens.disable_adapters else tokens.get_merged_weights(tokens.active_adapters)
+    return HeadWeights(weight, layer.bias)
+
+
+def _token_adapter(head: Any) -> Any:
+    return getattr(head, "_modules", {}).get("token_adapter")
+
+
 def _computing(head: Any) -> Any:
-    """The layer that computes: peft's trained copy of a head, if it has one."""
+    """The layer that computes: peft's trained copy of a head, if it has one, or the head of which it trains rows."""
+    if (tokens := _token_adapter(head)) is not None:
+        return tokens.base_layer
     copies = getattr(head, "modules_to_save", None)
     return head if copies is None else copies["default"]
 
@@ -73,12 +101,16 @@ def find_head_rule(model: Any) -> HeadRule | None:
     Returns:
         The rule; None if the model computes its logits in another way, or changes its inputs before its decoder.
     """
-    head, decoder = _computing(model.get_output_embeddings()), model.get_decoder()
+    outer, decoder = model.get_output_embeddings(), model.get_decoder()
+    head = _computing(outer)
     # Not a subclass: quantised and adapted heads compute something else.
     if type(head) is not nn.Linear or decoder is None or decoder is model:
         return None
     with unset_fake_temporarily(), torch.device("cpu"), torch.no_grad():
-        return _probe(model, head, decoder)
+        if _token_adapter(outer) is None:
+            return _probe(model, head, decoder)
+        with _replaced(outer, head.forward):  # the rows that are trained do not fit the stand-ins
+            return _probe(model, head, decoder)
 
 
 def _probe(model: Any, head: nn.Linear, decoder: Any) -> HeadRule | None:

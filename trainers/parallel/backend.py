@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from trainers.objectives.sampling import Sampled, SampleRequest
-from trainers.parallel.optimizer import empty_state, state_vectors, write_state_vectors
+from trainers.parallel.optimizer import empty_state, state_vectors, update_average, write_state_vectors
+from trainers.parallel.schedule_free import ScheduleFreeAdamW
 from trainers.parallel.shards import WEIGHT, Shard, local_part
 
 if TYPE_CHECKING:
@@ -122,6 +123,38 @@ class Backend(ABC):
     def skip_step(self) -> None:
         """Clears the gradients without changing weights or optimizer state. Call in place of `step`."""
         self.optimizer.zero_grad(set_to_none=True)
+
+    def update_average(self, decay: float) -> None:
+        """Updates the moving average of the weights. Call after a `step` that changed them.
+
+        Args:
+            decay: share of the average that stays.
+        """
+        update_average(self._updated(), decay)
+
+    def _updated(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """What the optimizer updates on this rank: weights, and their states."""
+        for _, weight in self.trained:
+            yield local_part(weight), self.optimizer.state.get(weight, {})
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """While active, the weights are those to evaluate: for schedule-free AdamW others than it trains."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        before = optimizer.to_average() if isinstance(optimizer, ScheduleFreeAdamW) else []
+        try:
+            if before:
+                self.reshard()
+            yield
+        finally:
+            for value, trained in before:
+                value.copy_(trained)
+            if before:
+                self.reshard()
+
+    def reshard(self) -> None:
+        """Frees the weights of other ranks that a wrapper has left gathered, so that it gathers changed ones."""
+        return
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[MicroBatch], beat: Beat = no_beat) -> torch.Tensor:

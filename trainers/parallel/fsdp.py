@@ -110,6 +110,12 @@ class FullySharded(Backend):
             self.model.set_requires_all_reduce(last)
         return nullcontext()
 
+    def reshard(self) -> None:
+        """See `Backend`; FSDP 2 leaves the root gathered without a backward pass."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def clip_grad_norm(self, limit: float) -> torch.Tensor:
         """See `Backend`."""
         if self.version == 1:
@@ -300,11 +306,12 @@ def _refuse_odd_adapters(loss: Any) -> None:
         kind = type(module).__name__
         trained = any(weight.requires_grad for weight in module.parameters(recurse=False))
         saved = ".modules_to_save." in name and not name.endswith(f"{SCALAR_HEAD}.modules_to_save.default")
+        rows = name.endswith(".trainable_tokens_delta")
         odd = trained and (saved or not isinstance(module, nn.Linear))
         if kind == "ParamWrapper" or (mixed and odd):
             raise ConfigError(
                 f"fsdp1 cannot shard the adapter at {_plain(name)} ({kind}); use --strategy fsdp2, or leave that "
-                f"module out of {'modules_to_save' if saved else 'lora_target_modules'}"
+                f"module out of {'modules_to_save' if saved else 'new_tokens' if rows else 'lora_target_modules'}"
             )
 
 

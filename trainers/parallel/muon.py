@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 
 from trainers.parallel.ranks import Ranks
-from trainers.parallel.shards import Shard, local_part
+from trainers.parallel.shards import Shard, ShardsOf, local_part
 from trainers.run.disk import layer_of
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -26,8 +26,6 @@ ITERATIONS = 5
 SMALLEST_NORM = 1e-7
 UPDATE = "update"
 """Key of the update in the state of a weight during a step."""
-ShardsOf = Callable[[Sequence[str], Sequence[torch.Tensor] | None], list[Shard]]
-"""`Backend.shards_of`."""
 
 
 def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
@@ -48,6 +46,11 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
         gram = wide @ wide.T
         wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.T if matrix.size(0) > matrix.size(1) else wide
+
+
+def held_elements(shape: Sequence[int]) -> int:
+    """Elements that a rank holds while it orthogonalizes a matrix: three of its size, and two products with itself."""
+    return 3 * shape[0] * shape[1] + 2 * min(shape) ** 2
 
 
 class Muon(torch.optim.AdamW):

@@ -1,4 +1,4 @@
-"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit optimizer states, Lion, and Muon.
+"""Builds optimizers: torch's fused AdamW, another for bf16 weights and 8-bit states, and those of other files.
 
 The 8-bit states of bitsandbytes (https://arxiv.org/abs/2110.02861) and torchao change when they are dequantized and
 quantized again. These do not, so checkpoints can store plain fp32 states and a resumed run continues bit for bit.
@@ -16,11 +16,14 @@ from torch import nn
 from torch.nn import functional
 
 from trainers.config.mistakes import ConfigError
+from trainers.config.optimizer_options import AVERAGE, SCHEDULE_FREE
 from trainers.config.options import TrainConfig
+from trainers.parallel.adafactor import Adafactor
 from trainers.parallel.lion import Lion
 from trainers.parallel.muon import Muon, is_hidden_matrix
+from trainers.parallel.schedule_free import ScheduleFreeAdamW
 from trainers.parallel.shards import local_part
-from trainers.run.disk import is_expert
+from trainers.run.disk import is_embedding, is_expert
 
 BLOCK = 256
 """Number of elements that share a scale."""
@@ -42,26 +45,36 @@ def parameter_groups(
         config: the run's config.
 
     Returns:
-        Each with a `rate_factor`, by which the learning rate is multiplied, and `hidden`: whether Muon updates it.
+        Each with the `names` of its weights, a `rate_factor`, by which the learning rate is multiplied, `matrix`:
+        whether they have rows and columns, and `hidden`: whether Muon updates them.
 
     Raises:
         ConfigError: if Muon would leave the experts of a mixture, most of its weights, to AdamW.
     """
-    by_kind: dict[tuple[bool, float, bool], list[nn.Parameter]] = {}
+    by_kind: dict[tuple[bool, float, bool], list[tuple[str, nn.Parameter]]] = {}
     for name, weight in trained:
         faster = "lora_B" in name or "lora_embedding_B" in name or len(shapes[name]) == 1  # as peft has it
         factor = config.loraplus_lr_ratio if faster and config.method != "full" else 1.0
+        if config.embedding_learning_rate is not None and is_embedding(name):
+            factor = config.embedding_learning_rate / config.learning_rate
         if config.optim == "muon" and len(shapes[name]) > 2 and is_expert(name):
             problem = f": {name} stacks the experts of a layer, and Muon takes matrices"
             raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
         hidden = config.optim == "muon" and is_hidden_matrix(name, shapes[name])
-        by_kind.setdefault((len(shapes[name]) >= 2, factor, hidden), []).append(weight)
+        by_kind.setdefault((len(shapes[name]) >= 2, factor, hidden), []).append((name, weight))
     if config.optim == "muon" and not any(hidden for _, _, hidden in by_kind):
         problem = "finds no matrix in a layer among the trained weights, and would leave all of them to AdamW"
         raise ConfigError.about("optim", config.optim, problem, "use adamw or lion")
     return [
-        {"params": weights, "weight_decay": config.weight_decay * decays, "rate_factor": factor, "hidden": hidden}
-        for (decays, factor, hidden), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
+        {
+            "params": [weight for _, weight in weights],
+            "names": [name for name, _ in weights],
+            "weight_decay": config.weight_decay * matrix,
+            "rate_factor": factor,
+            "matrix": matrix,
+            "hidden": hidden,
+        }
+        for (matrix, factor, hidden), weights in sorted(by_kind.items(), key=lambda kind: kind[0], reverse=True)
     ]
 
 
@@ -69,11 +82,15 @@ def build_optimizer(groups: list[dict[str, Any]], config: TrainConfig) -> torch.
     """Builds the config's optimizer over the trained weights. The loop sets its learning rate at every step."""
     if config.optim == "lion":
         return Lion(groups, config.scaled_learning_rate(), (config.lion_beta1, config.lion_beta2))
+    if config.optim == "adafactor":
+        return Adafactor(groups, config.scaled_learning_rate())
     settings: dict[str, Any] = {
         "lr": config.scaled_learning_rate(),
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
     }
+    if config.optim == SCHEDULE_FREE:
+        return ScheduleFreeAdamW(groups, **settings, warmup_steps=config.warmup_steps)
     if config.optim == "muon":
         return Muon(groups, momentum=config.muon_momentum, **settings)
     if config.small_optimizer():
@@ -164,9 +181,12 @@ class SmallAdamW(torch.optim.Optimizer):
         """Zero state of a weight: `[local elements]` per key, as stored, and the update count on the CPU."""
         local = local_part(weight)
         size, device = local.numel(), local.device
-        if self.eight_bit and size >= SMALLEST:
-            return {"step": torch.tensor(step), **{key: Codes(size, key == "exp_avg", device) for key in keys}}
-        return {"step": torch.tensor(step), **{key: torch.zeros(size, device=device) for key in keys}}
+        coded = self.eight_bit and size >= SMALLEST
+        state: dict[str, Any] = {"step": torch.tensor(step)}
+        for key in keys:
+            as_codes = coded and key in KEYS
+            state[key] = Codes(size, key == "exp_avg", device) if as_codes else torch.zeros(size, device=device)
+        return state
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -209,6 +229,12 @@ class SmallAdamW(torch.optim.Optimizer):
         return chance.manual_seed(crc32(f"{self.seed} {step} {index}".encode()))  # CPU generators use 32 bits
 
 
+def means_of(optimizer: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """States of matrices, by name, that have another shape and are the same on every rank; only Adafactor has any."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return inner.means if isinstance(inner, Adafactor) else {}
+
+
 def empty_state(optimizer: Any, weight: torch.Tensor, keys: Iterable[str], step: float) -> dict[str, Any]:
     """Zero state of a weight in the optimizer's format.
 
@@ -230,7 +256,27 @@ def update_count(step: float, keys: Iterable[str], device: torch.device) -> torc
 
     Others have theirs on the CPU, where reading it does not wait for the device.
     """
-    return torch.tensor(step, dtype=torch.float32, device=device if "exp_avg_sq" in keys else "cpu")
+    return torch.tensor(step, dtype=torch.float32, device=device if {*KEYS} <= {*keys} else "cpu")
+
+
+@torch.no_grad()
+def update_average(weights: Iterable[tuple[torch.Tensor, dict[str, Any]]], decay: float) -> None:
+    """Moves the moving average of each weight towards it, as `torch.optim.swa_utils.get_ema_multi_avg_fn` does.
+
+    The average is a state of the optimizer, so that it is sharded, saved and loaded as the others are. It begins as
+    the weights after the first update. No collective, and no wait for the device.
+
+    Args:
+        weights: local part and state of each weight, or of each flat tensor of weights, after an update.
+        decay: share of the average that stays.
+    """
+    for weight, state in weights:
+        if not state:  # no elements on this rank
+            continue
+        if AVERAGE in state:
+            local_part(state[AVERAGE]).view(-1).lerp_(weight.reshape(-1).float(), 1 - decay)
+        else:
+            state[AVERAGE] = weight.reshape(-1).to(torch.float32, copy=True)
 
 
 def state_vectors(state: dict[str, Any]) -> dict[str, torch.Tensor]:

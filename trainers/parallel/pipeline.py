@@ -190,7 +190,7 @@ class Pipelined(Backend):
             self.work.room = max(self.work.room, 2)
             chunk.take_up(0, "forward")
             by_rank[self.rank] = chunk(torch.empty(0, device=self.device)).dtype
-            self._reshard()
+            self.reshard()
         distributed.all_gather_object(by_rank, by_rank[self.rank], group=self.group)
         return next(dtype for dtype in by_rank if dtype is not None)
 
@@ -287,12 +287,12 @@ class Pipelined(Backend):
                 sent.pop(0)[0].wait()
         for work, _ in sent:
             work.wait()
-        self._reshard()
+        self.reshard()
         distributed.all_reduce(sums, group=self.group)
         return sums
 
-    def _reshard(self) -> None:
-        """Frees the weights of other ranks, which FSDP leaves gathered without a backward pass."""
+    def reshard(self) -> None:
+        """See `Backend`; FSDP leaves weights gathered without a backward pass."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -132,6 +132,7 @@ class Chunk(nn.Module):
         micro_batch = self.work.micro_batches[self.number]
         rows, width = micro_batch["input_ids"].shape
         half = self.compute != torch.float32
+        self.source[0].noise = micro_batch.get("noise")
         # Slice the micro-batch out of the buffer, run the layers, and pad the result to the size of the buffer again.
         with torch.autocast(activations.device.type, self.compute, enabled=half, cache_enabled=False):
             start = micro_batch["input_ids"] if self.first else activations[: rows * width].unflatten(0, (rows, width))

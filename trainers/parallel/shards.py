@@ -7,7 +7,7 @@ any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -100,6 +100,8 @@ class Shard:
         rectangle.copy_(flat.view(rectangle.shape))
 
 
+ShardsOf = Callable[[Sequence[str], Sequence[torch.Tensor] | None], list[Shard]]
+"""`Backend.shards_of`."""
 _Piece = tuple[tuple[tuple[int, int], ...], int, int]
 """`(start, stop)` of a rectangle in each dimension, then first and last-plus-one element of a span in it."""
 

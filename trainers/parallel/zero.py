@@ -263,6 +263,11 @@ class Zero(Backend):
         flats: list[torch.Tensor] = getattr(self.optimizer, name)
         return flats
 
+    def _updated(self) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """See `Backend`; DeepSpeed updates flat tensors."""
+        for flat in self._flats():
+            yield flat.detach(), self.optimizer.optimizer.state.get(flat, {})
+
     def _flat_number(self, weight: Any) -> int:
         """Index of the flat tensor that has a weight, on this rank or another."""
         if self.stage == 3:

@@ -17,7 +17,7 @@ from trainers.config.fields import text_of
 from trainers.config.lr_schedule import stable_steps
 from trainers.config.mistakes import Mistake
 from trainers.config.objective_file import file_version
-from trainers.config.optimizer_options import ADAMW
+from trainers.config.optimizer_options import ADAMW, SCHEDULE_FREE
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import schema_version
 from trainers.run.folder import RunFolder, cache_folder, read_json, write_json
@@ -30,7 +30,7 @@ PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir", "s
 """Options that say where a run is stored, and how it is started and stopped; not saved in checkpoints."""
 FREE = frozenset({
     "preset", "teacher", "teacher_log_probs", "model_revision", "trust_remote_code", "attn_implementation",
-    "dataset_name", "mix", "dataset_config_name", "dataset_split", "chat_template",
+    "dataset_name", "dataset_query", "mix", "dataset_config_name", "dataset_split", "chat_template",
     "eval_dataset_name", "eval_split", "max_eval_samples", "bad_rows", "dataset_num_proc", "cache_dir",
     "streaming_cache",
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",
@@ -49,8 +49,12 @@ FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
-STRUCTURE = ("method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "modules_to_save", "use_dora",
-             "num_hidden_layers")  # fmt: skip
+LATER_OPTIONS = {"ema_decay": None}
+"""Options that determine what is saved and that older checkpoints do not name, with the values that those had."""
+STRUCTURE = (
+    "method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_parameters",
+    "modules_to_save", "use_dora", "init_lora_weights", "num_hidden_layers", "new_tokens", "pad_vocab_to_multiple_of",
+)  # fmt: skip
 """Options that determine the set of tensors; a checkpoint cannot fit after a change, even with --force."""
 
 
@@ -118,7 +122,7 @@ def recorded_versions(config: TrainConfig) -> dict[str, str]:
 
 def changed_options(manifest: dict[str, Any], config: dict[str, Any]) -> list[Mistake]:
     """Returns each option whose value differs from when the checkpoint was saved."""
-    then, step = manifest["config"], manifest["step"]
+    then, step = {**LATER_OPTIONS, **manifest["config"]}, manifest["step"]
     return [
         Mistake(name, text_of(value), f", and {text_of(then[name])} when the checkpoint of step {step} was saved")
         for name, value in config.items()
@@ -171,7 +175,11 @@ def refusals(
 
 
 def _has_other_states(option: str, then: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Whether an option's change leaves the optimizer with states that it does not know."""
+    """Whether an option's change leaves the optimizer without states that it needs, or with others."""
+    if option == "ema_decay":
+        return None in (then.get(option), now[option])
+    if option == "adam_beta1" and now["optim"] == SCHEDULE_FREE:  # the average is computed from it
+        return True
     return option == "optim" and not {then["optim"], now["optim"]} <= {*ADAMW}
 
 

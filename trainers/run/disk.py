@@ -18,6 +18,11 @@ from trainers.config.options import TrainConfig
 from trainers.run.weight_headers import Headers, base_folder, read_headers
 
 _LOG_BYTES = 2_000_000
+_EMBEDDINGS = (
+    "embed_tokens", "wte", "word_embeddings", "embed_in", "tok_embeddings", "embeddings", "lm_head", "embed_out",
+    "output_projection",
+)  # fmt: skip
+"""Names that families give to the token embedding and the output head."""
 _DTYPE_BYTES = {"F64": 4, "F32": 4, "F16": 2, "BF16": 2, "float32": 4, "float16": 2, "bfloat16": 2}
 """Exported bytes per weight; F64 is exported in fp32."""
 _SCALES, _PACKED_BYTES, _PACKED_WEIGHTS = ("_scale_inv", "_scales"), 16, 32
@@ -75,6 +80,12 @@ def layer_of(name: str) -> int | None:
     return numbers[0] if numbers else None
 
 
+def is_embedding(name: str) -> bool:
+    """Returns whether a weight is the token embedding or the output head, or a copy trained beside adapters."""
+    *_, module, parameter = ("", "", *name.replace(".modules_to_save.default", "").split("."))
+    return parameter == "weight" and module in _EMBEDDINGS and layer_of(name) is None
+
+
 def is_expert(name: str) -> bool:
     """Returns whether a weight belongs to the experts of a mixture, or to their router."""
     return "expert" in name or "router" in name or name.endswith(".gate.weight")
@@ -111,7 +122,9 @@ def bytes_needed(
     layers = sum(math.prod(tensor.shape) for tensor in present if tensor.is_text and tensor.layer() is not None)
     elsewhere = max(0, trained - (layers if config.method == "full" else adapters))  # embeddings, or saved modules
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
-    checkpoint = trained * weight + config.state_bytes(trained - elsewhere, elsewhere)
+    checkpoint = trained * weight + config.saved_state_bytes(trained - elsewhere, elsewhere)
+    if config.method != "full" and config.init_lora_weights == "pissa":
+        checkpoint += trained * 4  # the first adapters
     full_model = config.method == "full" or config.merge_adapter
     exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else trained
     export = exported * _DTYPE_BYTES[_export_dtype(config, present)]

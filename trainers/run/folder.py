@@ -44,6 +44,16 @@ STOP_REQUEST = "a stop request"
 STATES = LIVE_STATES + END_STATES
 
 
+def export_name(kind: str, averaged: bool = False) -> str:
+    """Returns the name of an export in the run folder.
+
+    Args:
+        kind: `adapter`, `merged` or `full`.
+        averaged: Whether it is the moving average of the weights.
+    """
+    return f"export-{kind}{'-ema' * averaged}"
+
+
 def write_atomic(path: Path, text: str) -> None:
     """Replaces the content of `path` atomically: readers see the old file or the new one, never a partial one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")

@@ -34,15 +34,18 @@ from trainers.run.manifest import sha256
 from trainers.run.weight_headers import read_header, read_headers
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_BASE = ("num_hidden_layers", "rope_scaling", "rope_factor", "rope_original_max_positions")
-"""Options that change a base model; the files of full weights include what they did."""
+_BASE: dict[str, Any] = {
+    "num_hidden_layers": None, "new_tokens": [], "pad_vocab_to_multiple_of": None, "rope_scaling": "none",
+    "rope_factor": None, "rope_original_max_positions": None,
+}  # fmt: skip
+"""Options that change a base model, and what leaves it as it is; the files of full weights include what they did."""
 _SCORED = "SEQ_CLS"
 """The `task_type` of a reward model's adapter, which contains its head."""
 _HEADS = ("classifier", "score")
 """What peft adds to the `modules_to_save` of an adapter with a scalar head."""
 _UNDERSTOOD = frozenset({
     "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
-    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora",
+    "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "trainable_token_indices", "target_parameters",
     "peft_type", "task_type", "peft_version", "inference_mode", "init_lora_weights", "exclude_modules",
     "megatron_core", "qalora_group_size",
 })  # fmt: skip
@@ -124,7 +127,7 @@ def start_options(values: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[
     else:
         _refuse_incomplete(source)
         fixed = {"model_name_or_path": str(source.folder), "model_revision": None, "random_init": False}
-        free = dict(zip(_BASE, (None, "none", None, None), strict=True))
+        free = dict(_BASE)
     if "template_date" in source.config:
         free["template_date"] = source.config["template_date"]
     mistakes = [
@@ -224,7 +227,7 @@ def _export_of(run: RunFolder, name: str) -> Path:
         problem, again = f"has no export: {run.model} is missing", ""
     else:
         problem, again = f"is {state}, and has exported no result", f"finish it with `tunesmith resume {path}`, or "
-    exports = sorted(entry.name for entry in run.path.glob("export-*") if not entry.name.endswith("-failed"))
+    exports = sorted(entry.name for entry in run.path.glob("export-*") if not entry.name.endswith(("-failed", "-ema")))
     if exports:
         remedy = f"{again}start from its export: --from_run {shlex.quote(str(run.path / exports[0]))}"
     else:
@@ -264,6 +267,8 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
     if not isinstance(name, str) or not name:
         problem = f": its {ADAPTER_CONFIG} names no base model"
         raise ConfigError.about("from_run", source.folder, problem, "add base_model_name_or_path there")
+    if saved.get("trainable_token_indices") and not trained.get("new_tokens"):
+        raise ConfigError(_unmergeable(source, "it trains tokens of the vocabulary, and does not say which are new"))
     if not trained and (source.folder / "base").is_dir():
         raise ConfigError.about("from_run", source.folder, "was trained with scaled RoPE", "export it merged")
     fixed = {"model_name_or_path": name, "model_revision": saved.get("revision"), "random_init": False}
@@ -275,6 +280,8 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
     own["use_dora"] = saved.get("use_dora", False)
     own |= {f"lora_{name}": saved.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     own["modules_to_save"] = [name for name in saved.get("modules_to_save") or [] if name not in _HEADS]
+    own["init_lora_weights"] = "default"  # what is exported is an adapter of the unchanged base
+    own["lora_target_parameters"] = trained.get("lora_target_parameters", saved.get("target_parameters") or [])
     own["lora_target_modules"] = trained.get("lora_target_modules") or sorted(targets)
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 

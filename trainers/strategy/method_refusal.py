@@ -15,6 +15,12 @@ def method_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
     if config.modules_to_save:
         names = ",".join(config.modules_to_save)
         return f"modules_to_save={names} with {sizes}: modules saved with adapters are not split so; use fsdp2"
+    if config.lora_target_parameters:
+        names = ",".join(config.lora_target_parameters)
+        return f"lora_target_parameters={names} with {sizes}: adapters on stacks of experts are not split; use fsdp2"
+    if config.new_tokens:
+        tokens = ",".join(config.new_tokens)
+        return f"new_tokens={tokens} with adapters and {sizes}: the rows of tokens are not split so; use fsdp2"
     if config.use_dora and sizes.tp > 1:
         return f"use_dora=true with {sizes}: DoRA needs the norms of weights that no rank has in full; use fsdp2"
     return None

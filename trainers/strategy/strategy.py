@@ -359,8 +359,10 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     """
     if reason := cannot_run(strategy, config.method, has_gpu):
         return reason
-    offloads, own_optimizer = strategy.offload != "none", "optimizer" in strategy.deepspeed_json
-    if reason := optimizer_refusal(config, strategy.distributed_type == "DEEPSPEED", offloads, own_optimizer):
+    own_optimizer, uses_deepspeed = "optimizer" in strategy.deepspeed_json, strategy.distributed_type == "DEEPSPEED"
+    uses_fsdp1 = strategy.distributed_type == "FSDP" and strategy.fsdp_version == 1
+    states_on = strategy.offload_of("optimizer")
+    if reason := optimizer_refusal(config, uses_deepspeed, uses_fsdp1, strategy.offload, own_optimizer, states_on):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, lcm
 from typing import Any
 
 from trainers.config.options import TrainConfig
-from trainers.strategy.mesh import MeshSizes
+from trainers.strategy.mesh import AXES, MeshSizes
 from trainers.strategy.strategy import Strategy
 
 FP32 = 4
@@ -259,6 +259,24 @@ def teacher_terms(kind: str, sizes: MeshSizes, size: float, layers: int, micro_b
         return []
     gathered, calls = size / ways * micro_batches, (layers + 1) * micro_batches
     return [term("all-gather", "teacher's weights / shards per micro-batch", gathered, ways, *_SHARDS, calls=calls)]
+
+
+def muon_terms(kind: str, sizes: MeshSizes, counts: Mapping[str, float]) -> list[Term]:
+    """Returns the traffic of Muon in a step: each matrix is summed on a rank in turn, and its update sent to all.
+
+    Args:
+        kind: As for `predicted`.
+        sizes: Sizes of the mesh.
+        counts: `hidden_matrices` of the model, and the `hidden_matrix_weights` in them.
+    """
+    matrices, size = counts.get("hidden_matrices", 0.0), counts.get("hidden_matrix_weights", 0.0) * FP32
+    divided = kind in ("FSDP", "GRAD_OP") or kind.startswith("ZERO") or sizes.tp * sizes.pp > 1
+    if sizes.world == 1 or not matrices:
+        return []
+    terms = [term("broadcast", "matrices", size, sizes.world, *AXES, calls=matrices)]
+    if divided:
+        terms.append(term("reduce", "matrices", size, sizes.world, *AXES, calls=matrices))
+    return terms
 
 
 def _divided(sizes: MeshSizes, model: ModelSizes, reduced: float, steps: int) -> list[Term]:

@@ -131,6 +131,9 @@ def _read(config: TrainConfig, request: dict[str, Any]) -> Generator[dict[str, A
     if not _is_checkpoint(weights) and any((weights / name).exists() for name in _ADAPTER):
         return None, _exported_adapter(config, weights)
     if _is_checkpoint(weights) and config.method != "full":
+        if config.init_lora_weights == "pissa":
+            problem = ": its adapters fit a base from which their first weights are subtracted"
+            raise ConfigError.about("weights", weights.name, problem, "export the checkpoint with `tunesmith export`")
         tuned = add_adapters(load_base(config), config)
         yield {"loading": f"reading the adapter of {weights.name}"}
         _fill(tuned, weights)
@@ -212,6 +215,7 @@ def _full_model(config: TrainConfig, weights: Path) -> Any:
     if not _is_checkpoint(weights):
         own: dict[str, Any] = {"model_name_or_path": str(weights), "model_revision": None, "random_init": False}
         own |= {"num_hidden_layers": None, "rope_scaling": "none"}  # its config.json has both
+        own |= {"new_tokens": [], "pad_vocab_to_multiple_of": None}
         return load_base(_frozen(config.model_copy(update=own)))
     model = load_base(_frozen(config)).to(compute_dtype(config))
     with _refusing_damage(weights):

@@ -21,24 +21,16 @@ import numpy.typing as npt
 from trainers.config.mistakes import ConfigError
 from trainers.config.mix import config_of
 from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.remote_data import is_url
 from trainers.config.validation import build
 from trainers.data.batches import TrainPlan
-from trainers.data.files import DataFile
+from trainers.data.data_file import DataFile
+from trainers.data.fill_cache import formats_of, options_of, refuse_bad, refuse_missing_numbers
 from trainers.data.held_out import row_hash, selection_of
 from trainers.data.languages import language_table
 from trainers.data.mix import MixOrder
 from trainers.data.overlap import leak_lines, repeated
-from trainers.data.prepare import (
-    TokenSet,
-    files_of,
-    formats_of,
-    load_tokenizer,
-    mix_of,
-    options_of,
-    refuse_bad,
-    refuse_missing_numbers,
-    tokenised,
-)
+from trainers.data.prepare import TokenSet, files_of, load_tokenizer, mix_of, tokenised
 from trainers.data.progress import listeners
 from trainers.data.report import Report
 from trainers.data.rollouts import refuse_missing_columns
@@ -55,7 +47,7 @@ from trainers.tools.data_compare import compare
 from trainers.tools.preflight import make_rows
 from trainers.tools.rpc_server import send, serve
 
-HUB_ROW_BYTES = 1000
+MAPPED_ROW_BYTES = 1000
 PAGE_BYTES = 1 << 20  # shard size for reading a page
 MOST_ROWS = 50
 SHOWN_TOKENS = 4_000
@@ -109,7 +101,7 @@ class Preview:
 
         Returns:
             `rows`, `offset`, `total` (None until all files have been scanned), `bytes` of all files (an estimate for
-            Hub data).
+            Arrow and Hub data).
         """
         if self.sources:
             return self._rows_of_sources(offset, count)
@@ -123,7 +115,7 @@ class Preview:
         if not rows:
             self._advance(offset + 1)
         total = self._shards[-1].first_row + self._shards[-1].rows if self._all_sharded else None
-        size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
+        size = self._size()
         formats = sorted(set(self._formats.values()))
         return {"rows": rows, "offset": offset, "total": total, "bytes": size, "formats": formats}
 
@@ -140,8 +132,8 @@ class Preview:
             before += page["total"]
         else:
             total = before
-        size = sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files)
-        return {"rows": rows, "offset": offset, "total": total or None, "bytes": size, "formats": sorted(formats)}
+        known = {"total": total or None, "bytes": self._size(), "formats": sorted(formats)}
+        return {"rows": rows, "offset": offset, **known}
 
     def _advance(self, row: int) -> None:
         """Scans files until a row is in one of the shards, or all are scanned."""
@@ -201,6 +193,10 @@ class Preview:
             self._formats.update(formats_of(self.config, [first]))
         return self._formats[file.path]
 
+    def _size(self) -> int:
+        """Bytes of all files, about."""
+        return sum(file.size * (MAPPED_ROW_BYTES if file.kind == "arrow" else 1) for file in self.files)
+
     def _training_side(self) -> npt.NDArray[np.bool_] | None:
         """`[rows]` whether each row is not held out for evaluation; empty without `eval_share`.
 
@@ -209,7 +205,7 @@ class Preview:
         if not self.config.eval_share:
             return np.empty(0, dtype=np.bool_)
         if self._of_training is None:
-            if sum(file.size * (HUB_ROW_BYTES if file.kind == "hub" else 1) for file in self.files) > _COUNTED_BYTES:
+            if self._size() > _COUNTED_BYTES:
                 return None
             self._advance(2**62)
             formats, seed = self.options.formats, self.config.seed
@@ -418,7 +414,10 @@ class _Previews:
 
 def _stamps(files: Sequence[DataFile]) -> list[list[Any]]:
     """Values that change whenever a file does."""
-    return [[file.path, file.size, 0 if file.kind == "hub" else os.stat(file.path).st_mtime_ns] for file in files]
+    local = [not file.is_hub and not is_url(file.path) for file in files]
+    times = [os.stat(file.path).st_mtime_ns if is_local else file.digest
+             for file, is_local in zip(files, local, strict=True)]  # fmt: skip
+    return [[file.path, file.size, time] for file, time in zip(files, times, strict=True)]
 
 
 def main() -> None:

@@ -41,11 +41,13 @@ from trainers.model.lora import add_adapters
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
+from trainers.model.vocabulary import grown_size, note_tokens
 from trainers.objectives.distillation import Divergence
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.teacher import Teacher
 from trainers.parallel.experts import expert_stacks
+from trainers.parallel.muon import held_elements, is_hidden_matrix
 from trainers.parallel.pipeline_split import refuse_unsplittable_family
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.run.gpus import gpu_count
@@ -149,6 +151,8 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
             attn_implementation=kernel,
             trust_remote_code=config.trust_remote_code,
         )
+        # Ids need the tokenizer, which may not be there yet: the last rows stand in for them.
+        note_tokens(base, range(text.vocab_size - len(config.new_tokens), text.vocab_size))
         for weight in silent_weights(base):
             weight.requires_grad_(False)
         use_checkpointing(base, config)
@@ -225,13 +229,15 @@ def weights(config: TrainConfig, model: Any) -> dict[str, float]:
     Returns:
         Numbers of weights: `parameters` (all), `parameters_outside` (the layers), `vectors` (in 1-d weights),
         `trained_inside` and `trained_outside`; `experts` that expert parallelism can divide, and `experts_trained`,
-        parts of those; `persistent`, in the `persistent_weights` that ZeRO 3 always keeps gathered. Bytes,
+        parts of those; `persistent`, in the `persistent_weights` that ZeRO 3 always keeps gathered;
+        `hidden_matrix_weights`, in the `hidden_matrices` that Muon updates, which holds `orthogonalized` elements to
+        update the largest of them. Bytes,
         `experts_frozen` likewise: `frozen_inside` and `frozen_outside`, and `scales` of 4-bit weights, which no
         strategy shards.
     """
     names = ("parameters", "parameters_outside", "vectors", "trained_inside", "trained_outside", "frozen_inside",
              "frozen_outside", "scales", "experts", "experts_trained", "experts_frozen", "persistent",
-             "persistent_weights")  # fmt: skip
+             "persistent_weights", "hidden_matrices", "hidden_matrix_weights", "orthogonalized")  # fmt: skip
     sizes = dict.fromkeys(names, 0.0)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     stacks = {id(base.get_decoder().get_parameter(name)) for name in expert_stacks(base)}
@@ -251,6 +257,10 @@ def weights(config: TrainConfig, model: Any) -> dict[str, float]:
             sizes["experts"] += weight.numel()
             sizes["experts_trained"] += weight.numel() if weight.requires_grad else 0
             sizes["experts_frozen"] += 0 if weight.requires_grad else weight.numel() * size
+        if weight.requires_grad and is_hidden_matrix(name, weight.shape):
+            sizes["hidden_matrices"] += 1
+            sizes["hidden_matrix_weights"] += weight.numel()
+            sizes["orthogonalized"] = max(sizes["orthogonalized"], held_elements(weight.shape))
         sizes["scales"] += weight.numel() * _SCALES if id(weight) in quantised else 0
     return sizes
 
@@ -424,7 +434,12 @@ def read_config(config: TrainConfig) -> Any:
     published = published_config(config.model_name_or_path) if config.model_revision is None else None
     if published is None and (mistakes := check_model(config.model_copy(update={"random_init": True}))):
         raise ConfigError(mistakes)
-    return load_model_config(config, published)
+    model_config = load_model_config(config, published)
+    text = model_config.get_text_config()
+    if config.new_tokens or config.pad_vocab_to_multiple_of:
+        size = int(text.vocab_size) + len(config.new_tokens)  # at most: a base may have rows to spare
+        text.vocab_size = grown_size(size, (), config.pad_vocab_to_multiple_of)
+    return model_config
 
 
 def _read_teacher(config: TrainConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from trainers.config.mistakes import ConfigError, errors_about
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import about_frozen, teacher_config
 from trainers.data.prepare import load_tokenizer
+from trainers.data.tokenizer import new_token_ids
 from trainers.model.config_checks import own_code
 from trainers.model.fp8 import convert
 from trainers.model.freezing import freeze
@@ -31,6 +33,7 @@ from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
 from trainers.model.rope_scaling import refuse_unscaled, scaled_positions
 from trainers.model.scalar_head import check_head, model_family
+from trainers.model.vocabulary import grow_vocabulary, grown_size
 from trainers.model.weight_names import fit_lines, misfits
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel.experts import planned
@@ -47,6 +50,11 @@ from trainers.strategy.tensor_plan import refusals
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
            "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
            "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}  # fmt: skip
+
+
+_SPECIAL = ("lora_rank_pattern", "lora_alpha_pattern", "lora_target_parameters", "modules_to_save", "use_dora",
+            "init_lora_weights", "new_tokens")  # fmt: skip
+"""Options of adapters that a model may contradict, or that change how many weights they have."""
 
 
 def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strategy) -> dict[str, Any]:
@@ -71,22 +79,25 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         refuse_quantised(config, model_config, {name: dtype for name, (dtype, _) in (headers or {}).items()})
     load_tokenizer(config)  # the export needs it, even where the data is cached
     text = model_config.get_text_config()
-    facts: dict[str, Any] = {"vocab_size": text.vocab_size}
+    tokens = new_token_ids(config).values()
+    facts: dict[str, Any] = {"vocab_size": grown_size(text.vocab_size, tokens, config.pad_vocab_to_multiple_of)}
     facts["positions"] = scaled_positions(config, text)
     _refuse_sizes(model_config, strategy)
     if own_code(config, model_config):
         return {"lines": [], **facts}
-    model, reach = check_empty(config, model_config), reach_of(config, model_config)
+    model, reach = check_empty(config, copy.deepcopy(model_config)), reach_of(config, model_config)
+    lines = grow_vocabulary(config, model)
     freeze_unreached(model, reach)
     splits = strategy.splits_model
     # Adding adapters reveals names that match no module, and counts the adapters on experts.
-    patterns = config.lora_rank_pattern or config.lora_alpha_pattern or config.modules_to_save
-    special = config.lora_target_modules != ["all-linear"] or patterns or config.use_dora
+    special = config.lora_target_modules != ["all-linear"] or any(
+        getattr(config, name) != TrainConfig.model_fields[name].default for name in _SPECIAL
+    )
     if config.method != "full" and (splits or special or any(map(is_expert, headers or {}))):
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             model = add_adapters(model, config)
         facts["trained_weights"] = _trained(model)
-    if config.method == "full" and freeze(config, model):
+    if config.method == "full" and (freeze(config, model) or lines):
         facts["trained_weights"] = _trained(model)
     check_attention(config, model_config)
     refuse_unreached(config, model_config.model_type, reach.unreached)
@@ -95,7 +106,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     if splits or config.torch_compile:
         refuse_split(config, model, strategy)
     if headers is None:
-        return {"lines": [], **facts}
+        return {"lines": lines, **facts}
     try:
         report = _loading_report(config, model_config, headers)
     except Exception as error:
@@ -104,7 +115,7 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
         problem = f": transformers cannot dequantize its weights ({in_one_line(error)})"
         remedy = "use an unquantized copy of the model"
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, problem, remedy) from None
-    return {"lines": fit_lines(config, report, model_config), **facts}
+    return {"lines": [*lines, *fit_lines(config, report, model_config)], **facts}
 
 
 def _trained(model: Any) -> int:
@@ -172,7 +183,8 @@ def checkpoint_misfits(config: TrainConfig, manifest: dict[str, Any]) -> list[st
     model_config = load_model_config(config)
     if own_code(config, model_config):
         return []
-    model = check_empty(config, model_config)
+    model = check_empty(config, copy.deepcopy(model_config))
+    grow_vocabulary(config, model)
     freeze_unreached(model, reach_of(config, model_config))
     if config.method != "full":
         with torch.random.fork_rng(devices=[]), torch.device("meta"):

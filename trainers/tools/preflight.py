@@ -22,14 +22,17 @@ from trainers.config.objectives import ObjectiveSpec
 from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
 from trainers.data.batches import TrainPlan
+from trainers.data.fill_cache import Split
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
+from trainers.data.local_copies import cache_dir
 from trainers.data.mismatched import Mismatched
 from trainers.data.mix import MixedSet
+from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
-from trainers.data.prepare import Split, TokenSet, cache_dir, prepare, report_lines
+from trainers.data.prepare import TokenSet, prepare, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
 from trainers.data.rows import Rows
-from trainers.data.stream import WindowSet, stream_lines
+from trainers.data.stream import WindowSet
 from trainers.data.stream_plan import StreamPlan
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
@@ -60,7 +63,9 @@ _UNREAD = "the headers of the weight files could not be read from the Hub; the s
 _MODEL_OPTIONS = ("packing", "method", "num_hidden_layers", "random_init", "trust_remote_code", "attn_implementation",
                   "mixed_precision", "torch_compile", "lora_target_modules", "lora_r", "merge_adapter", "max_length",
                   "ddp_find_unused_parameters", "rope_scaling", "rope_factor", "rope_original_max_positions", "freeze",
-                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora")  # fmt: skip
+                  "lora_rank_pattern", "lora_alpha_pattern", "modules_to_save", "use_dora", "new_tokens",
+                  "lora_target_parameters", "init_lora_weights",
+                  "pad_vocab_to_multiple_of")  # fmt: skip
 
 
 def check(
@@ -109,8 +114,7 @@ def check(
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("trained_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
-    about_data = [*report_lines(train, evaluation), *stream_lines(train)]
-    return [*lines, *model["lines"], *scaling_lines, *about_data, describe_plan(plan)]
+    return [*lines, *model["lines"], *scaling_lines, *report_lines(train, evaluation), describe_plan(plan)]
 
 
 def plan_training(
@@ -158,6 +162,8 @@ def make_rows(
         documents, *layout, documents.desirable if spec.labelled else None, mismatched, _columns(spec, documents),
         teacher,
     )  # fmt: skip
+    if split == "train" and config.neftune_noise_alpha > 0:
+        rows.noise = NoiseRule(config.neftune_noise_alpha, config.seed)
     rows.splits_loss = split == "train" and isinstance(documents, MixedSet) and spec.name == "sft"
     return rows
 

@@ -21,7 +21,8 @@ from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
 from trainers.config.validation import build
 from trainers.config.yaml_file import read_yaml
-from trainers.data.prepare import Split, TokenSet, prepare
+from trainers.data.fill_cache import Split
+from trainers.data.prepare import TokenSet, prepare
 from trainers.data.rows import Rows
 from trainers.data.teacher_file import VERSION, Recording
 from trainers.data.vocabulary import refuse_other_vocabulary

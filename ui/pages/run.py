@@ -377,21 +377,23 @@ class _Page:
         with panel:
             checkpoint = gr.Dropdown([], label="Checkpoint", info="newest first")
             merged = gr.Checkbox(label="Merge the adapter into the base", value=False)
+            averaged = gr.Checkbox(label="Moving average of the weights", value=False, visible=False)
             confirm = self._panel_buttons("export", "Export")
 
         def fill(run: RunFolder) -> list[Any]:
             names = [checkpoint["name"] for checkpoint in checkpoints(run)]
             text = element("p", "Writes a folder that transformers or peft can load. This may take minutes.")
             first = names[0] if names else None
-            return [section("Export?", text), gr.update(choices=names, value=first)]
+            average = gr.update(value=False, visible=actions.keeps_average(run))
+            return [section("Export?", text), gr.update(choices=names, value=first), average]
 
-        def act(name: str, merge: bool, request: gr.Request) -> list[Any]:
+        def act(name: str, merge: bool, average: bool, request: gr.Request) -> list[Any]:
             exports = []
 
             def work(run: RunFolder) -> None:
                 if name not in [checkpoint["name"] for checkpoint in checkpoints(run)]:
                     raise ConfigError(f"checkpoint={str(name)[:60]!r} is not in this run; choose one from the list")
-                exports.append(actions.export(run, name, merge is True))
+                exports.append(actions.export(run, name, merge is True, averaged=average is True))
 
             message = self._act(work, "", request)
             return [
@@ -400,5 +402,5 @@ class _Page:
             ]
 
         checkpoint.preprocess = lambda value: value
-        self._open("export", fill, [question, checkpoint])
-        confirm.click(act, [checkpoint, merged], [self.message, panel], api_visibility="private")
+        self._open("export", fill, [question, checkpoint, averaged])
+        confirm.click(act, [checkpoint, merged, averaged], [self.message, panel], api_visibility="private")

@@ -74,6 +74,28 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
             "lora_rank_pattern='((a+)+)+x=8' is refused: value error, ((a+)+)+x is not",
         ),
         ({"lora_alpha_pattern": "(=8"}, "lora_alpha_pattern='(=8' is refused: value error, ( is no regular expression"),
+        ({"new_tokens": ["<a>", " "]}, "new_tokens=['<a>', ' '] is refused: value error, ' ' is blank"),
+        ({"new_tokens": ["a\x1b[2J"]}, "new_tokens=['a\\x1b[2J'] is refused: value error, 'a\\x1b[2J' is blank, or"),
+        ({"new_tokens": "<a>,<b>,<a>"}, "new_tokens='<a>,<b>,<a>' is refused: value error, <a> is there twice"),
+        ({"new_tokens": "<a>", "objective": "distill", "teacher": "x"}, "new_tokens=<a> with objective=distill, whose"),
+        ({"pad_vocab_to_multiple_of": 1}, "pad_vocab_to_multiple_of=1 is refused"),
+        ({"pad_vocab_to_multiple_of": 8}, "pad_vocab_to_multiple_of=8 with method=lora: peft pads no base"),
+        ({"lora_target_parameters": "experts.w", "lora_dropout": 0.1}, "lora_dropout=0.1 with lora_target_parameters"),
+        ({"lora_target_parameters": "experts.w", "use_dora": True}, "use_dora=true with lora_target_parameters"),
+        ({"lora_target_parameters": "a", "method": "qlora"}, "lora_target_parameters=a with method=qlora, which"),
+        *(
+            ({"init_lora_weights": "pissa", **changes}, f"init_lora_weights=pissa with {line}")
+            for changes, line in (
+                ({"method": "qlora"}, "method=qlora: the residual is subtracted"),
+                ({"use_dora": True}, "use_dora=true, whose magnitudes"),
+                ({"lora_target_parameters": "experts.w"}, "lora_target_parameters: stacks have no"),
+                ({"export_dtype": "bfloat16"}, "export_dtype=bfloat16, which would round away"),
+            )
+        ),
+        ({"neftune_noise_alpha": 5, "objective": "dpo"}, "neftune_noise_alpha=5.0 with objective=dpo: noise was tried"),
+        ({"neftune_noise_alpha": -1}, "neftune_noise_alpha=-1 is refused"),
+        ({"load_in_8bit": True}, "load_in_8bit is not offered: LLM.int8 rounds the inputs of a layer too"),
+        ({"load_in_4bit": True}, "load_in_4bit is not an option; use --method qlora"),
         ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),
         ({"method": "qlora", "modules_to_save": "lm_head"}, "modules_to_save=lm_head with method=qlora"),
         (
@@ -145,14 +167,23 @@ def test_idle_choices_are_warned_of() -> None:
 
 def test_every_option_of_adapters_is_ignored_without_adapters() -> None:
     adapters: dict[str, object] = {"lora_rank_pattern": "q_proj=4", "lora_alpha_pattern": "q_proj=4"}
-    adapters |= {"modules_to_save": "lm_head", "use_dora": True}
+    adapters |= {
+        "modules_to_save": "lm_head",
+        "use_dora": True,
+        "lora_target_parameters": "experts.w",
+        "init_lora_weights": "pissa",
+    }
     assert [mistake.option for mistake in ignored_choices(build(BASE | {"method": "full"} | adapters))] == [
+        "init_lora_weights",
         "lora_alpha_pattern",
         "lora_rank_pattern",
+        "lora_target_parameters",
         "modules_to_save",
         "use_dora",
     ]
-    lora = build(BASE | {"method": "lora", "freeze": "norm"} | adapters)
+    lora = build(
+        BASE | {"method": "lora", "freeze": "norm"} | adapters | {"use_dora": False, "init_lora_weights": "default"}
+    )
     assert [mistake.option for mistake in ignored_choices(lora)] == ["freeze"]
 
 

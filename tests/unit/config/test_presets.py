@@ -25,6 +25,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
 from trainers.config.presets import (
     PRESETS_DIR,
+    PRETRAIN,
     Method,
     ModelPresets,
     PublishedModel,
@@ -148,6 +149,7 @@ def test_each_model_comes_in_each_method() -> None:
 def test_a_preset_is_a_complete_config_named_after_what_it_trains(name: str) -> None:
     config, preset = Request(preset=name, options=left_to_the_user(name)).resolve(), find_preset(name)
     trained = config.method if config.objective == "sft" else config.objective
+    trained = PRETRAIN if config.dataset_format == "text" else trained
     assert (config.preset, f"{model_of(name)}-{trained}") == (name, name)
     assert (config.model_name_or_path == EMBEDDED) == (name not in HUB_NAMES)
     assert {"learning_rate", "global_batch_size", "max_length", "packing", "dataset_name"} <= set(preset.options)
@@ -261,6 +263,7 @@ def test_a_misspelt_key_in_a_file_is_seen(wrong: str) -> None:
         ("qwen3-8b-lora", "lorra", "qwen3-8b-lora"),  # which the config refuses
         ("qwen3-8b", None, "qwen3-8b-lora"),
         ("qwen3-8b", "qlora", "qwen3-8b-qlora"),
+        ("tiny-pretrain", "lora", "tiny-pretrain"),
         ("tiny-dpo", "lora", "tiny-dpo"),  # an objective has one preset, whose method the config's replaces
         ("tiny-lora", "dpo", "tiny-lora"),  # which the config refuses
         ("tiny-lora", "qlora", "tiny-lora"),  # of which there is none; the config's method is qlora

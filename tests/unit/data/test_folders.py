@@ -38,16 +38,14 @@ def test_a_folder_gives_its_data_files_in_order(tmp_path):
 
 
 def test_what_is_no_data_is_named_in_report_log_and_page(tmp_path):
-    data = fill(
-        tmp_path / "data", "a.jsonl", "README.md", "LICENSE", ".hidden.jsonl", "b.jsonl.gz", "c.arrow", ".git/x.txt"
-    )
+    data = fill(tmp_path / "data", "a.jsonl", "README.md", "LICENSE", ".hidden.jsonl", "b.pdf.gz", "c.pt", ".git/x.txt")
     (tmp_path / "elsewhere").mkdir()
     (data / "link").symlink_to(tmp_path / "elsewhere")
     config = configure(tmp_path, data, global_batch_size=1)
     report = prepare(config, "train").report
     assert report.ignored_files == [
         ".git/ (hidden)", ".hidden.jsonl (hidden)", "LICENSE (about the data)", "README.md (about the data)",
-        "b.jsonl.gz (ends in '.gz')", "c.arrow (ends in '.arrow')", "link/ (a link to a folder)",
+        "b.pdf.gz (ends in '.gz')", "c.pt (ends in '.pt')", "link/ (a link to a folder)",
     ]  # fmt: skip
     said = f"files left out: {', '.join(report.ignored_files)}"
     assert report.lines()[1].endswith(said)
@@ -58,12 +56,8 @@ def test_what_is_no_data_is_named_in_report_log_and_page(tmp_path):
     )  # though the tokens are cached
 
 
-def test_a_folder_of_save_to_disk_says_how_to_convert_it(tmp_path):
-    """A `state.json` elsewhere is data."""
-    saved = ["dataset_dict.json", *(f"train/{name}" for name in ("data-0.arrow", "state.json", "dataset_info.json"))]
-    with pytest.raises(ConfigError, match=r"train/data-0.arrow .*; write what `save_to_disk` saved with `to_parquet`"):
-        resolve(configure(tmp_path, fill(tmp_path / "a", *saved)), "train")
-    assert names_of(configure(tmp_path, fill(tmp_path / "b", *saved, "state.json"))) == ["state.json"]
+def test_a_state_json_that_save_to_disk_did_not_write_is_data(tmp_path):
+    assert names_of(configure(tmp_path, fill(tmp_path / "a", "state.json"))) == ["state.json"]
 
 
 def test_files_named_after_a_split_are_that_split(tmp_path):
@@ -120,7 +114,7 @@ NAMES = st.lists(
         st.tuples(
             st.sampled_from(["", "sub/", "test/", ".git/"]),
             st.sampled_from(["a", "train", "valid", ".b", "README", "readme_x", "license"]),
-            st.sampled_from(["", ".jsonl", ".JSONL", ".md", ".gz", ".tar.gz", ".arrow"]),
+            st.sampled_from(["", ".jsonl", ".JSONL", ".md", ".gz", ".pdf.gz", ".pt"]),
         ),
     ),
     unique_by=str.lower,

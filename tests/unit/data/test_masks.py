@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.data.test_support import MARKED, PLAIN, chat, save_tokenizer
+from tests.unit.data.test_support import MARKED, PLAIN, chat, configure, save_tokenizer, write_jsonl
 from trainers.config.mistakes import ConfigError
 from trainers.data.formats import Document, canonical
+from trainers.data.prepare import prepare
 from trainers.data.shards import BadRow
 from trainers.data.template import Encoded, Encoder
 
@@ -334,3 +335,15 @@ def test_a_template_gets_the_same_date_on_any_day(tmp_path, asks, dates, monkeyp
     document = [canonical(chat("a", "b"), "chat", {}, True)]
     texts = [item._backend.decode(item.encode(document)[0].input_ids.tolist()) for item in (encoder, later)]
     assert [text[: len(dates[0])] for text in texts] == dates, "neither is that of the clock"
+
+
+def test_a_text_ends_with_its_trained_end_token_and_split_it_has_that_once(tmp_path):
+    """Cut short by `truncate` it has none, as nothing ends there."""
+    data = write_jsonl(tmp_path / "data.jsonl", [{"text": "x" * 70}, {"text": "short"}])
+    end = 257  # </s>
+    for overlong, ends in (("split", [0, 0, 1, 1]), ("truncate", [0, 1])):
+        found = prepare(configure(tmp_path, data, max_length=32, overlong=overlong), "train")
+        pieces = [found.document(number) for number in range(len(found))]
+        assert [ids.tolist().count(end) for ids, _ in pieces] == ends
+        assert all(mask[-1] and mask[1:].all() and not mask[0] for _, mask in pieces)
+        assert [ids[-1] == end for ids, _ in pieces] == [bool(count) for count in ends]

@@ -24,6 +24,7 @@ from tests.unit.data.test_support import (
     write_jsonl,
 )
 from trainers.config.mistakes import ConfigError
+from trainers.data import fill_cache
 from trainers.data import prepare as prepare_module
 from trainers.data import training_template as training_template_module
 from trainers.data.prepare import data_fingerprint, prepare, report_lines
@@ -50,7 +51,7 @@ def forbid_building(monkeypatch):
     def fail(*arguments):
         raise AssertionError("built again")
 
-    monkeypatch.setattr(prepare_module, "_build", fail)
+    monkeypatch.setattr(prepare_module, "build_set", fail)
 
 
 def test_documents_lengths_and_masks_belong_together(tmp_path, data):
@@ -104,10 +105,11 @@ def test_data_that_moved_is_found_and_named_as_it_is_now(tmp_path, monkeypatch):
 def test_processes_that_come_at_once_do_the_work_once(tmp_path, data):
     config = configure(tmp_path, data)
     code = (
-        "import json, sys\nfrom trainers.config.validation import build\nfrom trainers.data import prepare as module\n"
-        "original = module._build\n"
+        "import json, sys\nfrom trainers.config.validation import build\n"
+        "from trainers.data import prepare as module\n"
+        "original = module.build_set\n"
         "def counted(*arguments):\n    print('built')\n    return original(*arguments)\n"
-        "module._build = counted\n"
+        "module.build_set = counted\n"
         "sys.stdin.readline()\n"
         "print(len(module.prepare(build(json.loads(sys.argv[1])), 'train')))"
     )
@@ -159,10 +161,10 @@ def test_what_a_killed_run_left_is_removed(tmp_path, data):
 def test_tokenised_in_parallel_equals_tokenised_by_one(tmp_path, monkeypatch):
     rows = [*ROWS, b"{", *ROWS, {"messages": 7}, *ROWS]
     data = write_jsonl(tmp_path / "data.jsonl", rows)
-    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(fill_cache, "SHARD_BYTES", 1000)
     started = []
-    original = prepare_module.Pool
-    monkeypatch.setattr(prepare_module, "Pool", lambda *given: started.append(given[0]) or original(*given))
+    original = fill_cache.Pool
+    monkeypatch.setattr(fill_cache, "Pool", lambda *given: started.append(given[0]) or original(*given))
     one = prepare(configure(tmp_path, data, bad_rows="skip", dataset_num_proc=1), "train")
     kept, report = content(one), one.report
     shutil.rmtree(one.folder)
@@ -174,7 +176,7 @@ def test_tokenised_in_parallel_equals_tokenised_by_one(tmp_path, monkeypatch):
 
 
 def test_mistakes_and_deaths_of_processes_are_told(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(fill_cache, "SHARD_BYTES", 1000)
     save_tokenizer(tmp_path / "bare", None)
     with pytest.raises(ConfigError, match="has no chat template"):
         prepare(configure(tmp_path, data, model_name_or_path=str(tmp_path / "bare")), "train")
@@ -189,10 +191,10 @@ def test_memory_stays_flat(tmp_path):
     """Four times the rows: the peaks of both processes grow by less than half of what was added."""
     code = (
         "import json, sys, resource\nfrom trainers.config.validation import build\n"
-        "from trainers.data import prepare as module\n"
+        "from trainers.data import fill_cache as module, prepare as entry\n"
         "module.SHARD_BYTES = 1 << 18\n"
         "for config in sys.argv[1:]:\n"
-        "    tokens = module.prepare(build(json.loads(config)), 'train')\n"
+        "    tokens = entry.prepare(build(json.loads(config)), 'train')\n"
         "    used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"
         "    print(tokens.report.tokens, sum(used))"
     )
@@ -269,7 +271,7 @@ def test_nothing_left_is_refused_with_counts(tmp_path):
 
 
 def test_max_train_samples_takes_the_first_rows(tmp_path, data, monkeypatch):
-    monkeypatch.setattr(prepare_module, "SHARD_BYTES", 500)
+    monkeypatch.setattr(fill_cache, "SHARD_BYTES", 500)
     tokens = prepare(configure(tmp_path, data, max_train_samples=23), "train")
     assert [tokens.where(i) for i in (0, 22)] == [f"{data}:1", f"{data}:23"]
     assert (len(tokens), tokens.report.rows) == (23, 23)

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.unit.data.test_support import configure, write_jsonl
 from trainers.config.mistakes import ConfigError
 from trainers.data import files as files_module
-from trainers.data.files import DataFile, identity, resolve
+from trainers.data.data_file import DataFile
+from trainers.data.files import identity, resolve
 from trainers.data.json_rows import shard_lines
 from trainers.data.prepare import prepare
 from trainers.data.shards import BadRow
@@ -455,11 +456,9 @@ def test_embedded_by_split(tmp_path):
         ("{}/nowhere/x.jsonl", "does not exist"),
         ("{}/*.csv", "matches no file"),
         ("{}/link.jsonl", "repair the symlink"),
-        ("{}/archive.zip", "'.zip'; convert it"),
+        ("{}/archive.pt", "'.pt'; convert it"),
         ("{}/empty", "holds no data file"),
         ("{}/pipe.jsonl", "not a regular file"),
-        ("https://example.org/data.jsonl", "is a URL"),
-        ("file:///etc/passwd", "is a URL"),
         ("/etc/passwd", "ends in 'nothing'"),
         ("datta.jsonl", "does not exist"),
     ],
@@ -467,7 +466,7 @@ def test_embedded_by_split(tmp_path):
 def test_a_name_that_leads_nowhere_says_so(tmp_path, name, said):
     write_jsonl(tmp_path / "data.jsonl", [{"text": "a"}])
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "gone.jsonl")
-    (tmp_path / "archive.zip").write_bytes(b"PK")
+    (tmp_path / "archive.pt").write_bytes(b"PK")
     (tmp_path / "empty").mkdir()
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(ConfigError, match=said):
@@ -503,10 +502,9 @@ def test_a_hub_data_set_is_read_by_row_number(tmp_path, monkeypatch):
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(250)], "n": list(range(250))})
-    monkeypatch.setattr("trainers.data.table_rows.hub_rows", lambda *names: rows)
     monkeypatch.setattr(files_module, "hub_rows", lambda *names: rows)
     found = resolve(configure(tmp_path, "someone/stories"), "train")
-    assert (found[0].kind, found[0].size, found[0].display_name) == ("hub", 250, "someone/stories[train]")
+    assert (found[0].kind, found[0].size, found[0].display_name) == ("arrow", 250, "someone/stories[train]")
     assert identity(found)[0][0] == "someone/stories"
     shard = plan(found, "line")[0]
     assert list(read(shard, "line", ["text"])) == [(i + 1, {"text": f"row {i}"}) for i in range(250)]

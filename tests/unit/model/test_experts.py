@@ -67,7 +67,7 @@ def test_what_got_adapters_is_said() -> None:
         "adapters on: k_proj 2, o_proj 2, q_proj 2, v_proj 2",
         "no adapters on: the 2 routers and gates of the experts",
         "no adapters on: the experts' own weights (down_proj 2, gate_up_proj 2), stored as one tensor per layer; "
-        "method=full trains them",
+        "lora_target_parameters names those to adapt",
     ]
     assert adapter_lines(add_adapters(tiny("llama"), config()))[0].startswith("adapters on: down_proj 2, gate_proj 2")
     assert adapter_lines(tiny("llama")) == []
@@ -107,3 +107,29 @@ def test_the_share_of_the_experts_is_in_the_config(family: str, share: float) ->
 def test_gemmas_share_has_another_name() -> None:
     text = {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
     assert expert_share(AutoConfig.for_model("gemma4", text_config=text).get_text_config()) == 8 / 128
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_stacks_that_are_named_get_adapters(family: str) -> None:
+    named = ["experts.gate_up_proj", "mlp.experts.down_proj"]
+    model: Any = add_adapters(tiny(family), config(lora_target_parameters=named))
+    assert len(model.targeted_parameter_names) == 4
+    lines = adapter_lines(model)
+    assert "down_proj 2, gate_up_proj 2" in lines[0]
+    assert not any("own weights" in line for line in lines)
+    first = add_adapters(tiny(family), config(lora_target_parameters=named[:1]))
+    assert any("own weights (down_proj 2)" in line for line in adapter_lines(first))
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "line"),
+    [
+        ("mixtral", "experts.w1", "=experts.w1 matches no stack of matrices of .*experts.down_proj, experts.gate_up"),
+        ("mixtral", "gate.weight", "=gate.weight matches no stack of matrices of"),
+        ("gpt_oss", "experts.down_proj_bias", "=experts.down_proj_bias matches no stack of matrices of"),
+        ("llama", "down_proj.weight", "=down_proj.weight matches no stack of matrices of .*it has no stacked weights"),
+    ],
+)
+def test_what_is_no_stack_of_matrices_is_refused(family: str, target: str, line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        add_adapters(tiny(family), config(lora_target_parameters=[target]))

@@ -153,6 +153,19 @@ def test_a_module_that_is_saved_gets_no_adapter() -> None:
     assert not [name for name, _ in model.named_parameters() if "layers.0.self_attn.q_proj" in name and "lora_" in name]
 
 
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"lora_r": 400}, "lora_r=400 is more than the 128 singular vectors of model.layers.0.self_attn.q_proj"),
+        ({"lora_target_modules": "embed_tokens,q_proj"}, "lora_target_modules=embed_tokens is an embedding, whose"),
+    ],
+)
+def test_adapters_that_cannot_begin_as_singular_vectors_are_refused(changes: dict[str, Any], line: str) -> None:
+    wrong = config(method="lora", init_lora_weights="pissa", **changes)
+    with pytest.raises(ConfigError, match=line):
+        add_adapters(load_base(wrong), wrong)
+
+
 def test_dora_on_stacked_experts_is_refused(tmp_path: Path) -> None:
     wrong = config_for(
         save_small(tmp_path, "mixtral"), method="lora", use_dora=True, lora_target_modules="w1,w2,w3", packing=False

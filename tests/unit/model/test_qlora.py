@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from tests.rounding import bound, relative, reordered
 from trainers.checkpoint.export import export
@@ -278,3 +278,21 @@ def test_an_adapter_is_loaded_back_in_its_own_dtype_on_a_cpu_with_bf16_kernels(
     model: Any = build_model(choice)
     disturb(model)
     assert not export(lambda _: model, choice, tmp_path / "model", "adapter", {}).failed
+
+
+def test_why_eight_bits_are_not_offered() -> None:
+    """An outlier in one row changes what LLM.int8 computes for the others, which is not so in 4 bits."""
+
+    def others_change(**bits: bool) -> bool:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            BASE_DIR, quantization_config=BitsAndBytesConfig(**bits), device_map={"": "cpu"}, dtype=torch.float32
+        )
+        layer = model.model.layers[0].self_attn.q_proj
+        rows = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+        with_outlier = rows.clone()
+        with_outlier[3, 5] = 20.0
+        with torch.no_grad():
+            return not torch.allclose(layer(with_outlier)[:3], layer(rows)[:3], atol=1e-5)
+
+    assert others_change(load_in_8bit=True)
+    assert not others_change(load_in_4bit=True)

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
@@ -20,6 +21,7 @@ from trainers.checkpoint.weights import base_digest
 from trainers.config.mistakes import ConfigError
 from trainers.model import stored as module
 from trainers.model.load import build_model, build_unread
+from trainers.model.principal import PREFIX, adapted, begin_principal, leave_residual, principal_factors
 from trainers.model.stored import ConvertedTensor, Source, StoredTensor, replace, tensors_in
 from trainers.run.errors import TrainingError
 
@@ -170,6 +172,41 @@ DERIVED: list[tuple[str, dict[str, Any]]] = [
     ("gpt2", {"use_dora": True}),
     ("llama", {"modules_to_save": "embed_tokens,lm_head,model.norm"}),
 ]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_first_adapters_and_residuals_are_those_of_peft(family: str, precision: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lora_r": 4, "lora_rank_pattern": {"c_attn" if family == "gpt2" else "q_proj": 2}}
+    path = saved(family, tmp_path, tie_word_embeddings=False)
+    settings = config(
+        model_name_or_path=path, method="lora", init_lora_weights="pissa", mixed_precision=precision, **options
+    )
+    base = AutoModelForCausalLM.from_pretrained(path)
+    peft_config = LoraConfig(r=4, lora_alpha=32, target_modules="all-linear", init_lora_weights="pissa",
+                             rank_pattern=options["lora_rank_pattern"])  # fmt: skip
+    expected = dict(get_peft_model(base, peft_config).named_parameters())
+    for model, sources in (build_unread(settings), (build_model(settings), {})):
+        factors: dict[str, torch.Tensor] = {}
+        for part in adapted(model):
+            names = (f"{PREFIX}{part.name}.{key}" for key in ("lora_A", "lora_B"))
+            factors |= zip(names, principal_factors(part, sources), strict=True)
+        begin_principal(model, factors)
+        leave_residual(model, sources, factors)
+        half = {"rtol": 0, "atol": 1e-3} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
+        for part in adapted(model):
+            if part.weight.is_meta and min(part.weight.shape) > 6:
+                piece = torch.empty(5, 3)
+                sources[part.stored].read(piece, (slice(1, 6), slice(2, 5)))
+                torch.testing.assert_close(piece, expected[part.stored][1:6, 2:5].detach(), **half)
+        weights = dict(fill(model, sources).named_parameters())
+        products = {part.name: part.layer.lora_B["default"].weight @ part.layer.lora_A["default"].weight
+                    for part in adapted(model)}  # fmt: skip
+        for name, product in products.items():
+            stock = expected[f"{name}.lora_B.default.weight"] @ expected[f"{name}.lora_A.default.weight"]
+            torch.testing.assert_close(product, stock, **half)
+            residual = weights[f"{name}.base_layer.weight"]
+            torch.testing.assert_close(residual.float(), expected[f"{name}.base_layer.weight"], **half)
 
 
 @pytest.mark.parametrize(("family", "options"), DERIVED)

@@ -11,10 +11,11 @@ from torch import nn
 from tests.parity.runs import config
 from tests.steps import steps
 from trainers.config.mistakes import ConfigError
-from trainers.parallel.muon import Muon, is_hidden_matrix, orthogonalized
+from trainers.parallel.muon import Muon, held_elements, is_hidden_matrix, orthogonalized
 from trainers.parallel.optimizer import empty_state, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
+from trainers.tools.peak_memory import PeakMemoryMode
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 SHAPES = [(24, 24), (40, 16), (16, 40), (8, 1)]
@@ -85,6 +86,15 @@ def test_a_saved_momentum_goes_on_bit_for_bit() -> None:
     fresh.state[resumed]["momentum_buffer"].copy_(momentum)
     assert torch.equal(trained(fresh, resumed, range(5, 10)), expected)
     assert not torch.equal(trained(alone(lost), lost, range(5, 10)), expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_full_matrix_takes_what_the_plan_counts(shape: tuple[int, int]) -> None:
+    """The gathered matrix, and what the iteration holds beside it, but for a norm and its like."""
+    matrix = drawn(shape)
+    with PeakMemoryMode([matrix]) as live:
+        orthogonalized(matrix)
+    assert 0 <= matrix.numel() + live.peaks.highest / 4 - held_elements(shape) <= 8
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, OpenAIGPTConfig
 
 from tests.parity.runs import config
 from tests.rounding import bound, relative
 from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build, ignored_choices
+from trainers.model.embedding_rate import embedding_rate_lines, refuse_unknown_embeddings
+from trainers.model.load import build_model
 from trainers.parallel.backend import set_rate
 from trainers.parallel.optimizer import (
     BLOCK,
@@ -246,3 +249,42 @@ def test_all_b_matrices_of_adapters_have_the_rate_of_lora_plus() -> None:
     optimizer = build_optimizer(groups, settings)
     set_rate(optimizer, 1e-3)
     assert sorted({group["lr"] for group in optimizer.param_groups}) == [1e-3, 16e-3]
+
+
+def test_embedding_and_head_have_a_rate_of_their_own() -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.up_proj.weight", "score.weight",
+             "base_model.model.lm_head.modules_to_save.default.weight", "transformer.wpe.weight",
+             "base_model.model.lm_head.lora_A.default.weight", "model.layers.0.embed_tokens.weight"]  # fmt: skip
+    weights = [(name, nn.Parameter(torch.zeros(2, 2))) for name in names]
+    settings = config("full", True, embedding_learning_rate=1e-4, learning_rate=1e-3)
+    groups = parameter_groups(weights, {name: weight.shape for name, weight in weights}, settings)
+    factors = {id(weight): group["rate_factor"] for group in groups for weight in group["params"]}
+    embed = {name for name, weight in weights if factors[id(weight)] == pytest.approx(0.1)}
+    assert embed == {names[0], names[1], names[4]}
+    alone = parameter_groups(weights, {name: weight.shape for name, weight in weights}, config("full", True))
+    assert {group["rate_factor"] for group in alone} == {1.0}, "control"
+
+
+def test_a_rate_of_the_embeddings_that_reaches_none_is_named() -> None:
+    lora = config("lora", True, embedding_learning_rate=1e-4)
+    reason = "method=lora trains no embedding without modules_to_save=embed_tokens,lm_head"
+    assert f"embedding_learning_rate is ignored: {reason}" in map(str, ignored_choices(lora))
+    frozen = config("full", True, embedding_learning_rate=1e-4, freeze="embed_tokens")
+    lines = embedding_rate_lines(build_model(frozen), frozen)
+    assert lines == ["warning: embedding_learning_rate=0.0001 is ignored: no embedding is trained"]
+    full = config("full", True, embedding_learning_rate=1e-4)
+    assert embedding_rate_lines(build_model(full), full) == [
+        "embedding_learning_rate=0.0001: model.embed_tokens.weight"
+    ]
+
+
+def test_a_model_whose_embeddings_have_other_names_is_refused() -> None:
+    small = GPTNeoXConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    settings = config("full", True, embedding_learning_rate=1e-4)
+    refuse_unknown_embeddings(AutoModelForCausalLM.from_config(small), settings)
+    other = OpenAIGPTConfig(vocab_size=32, n_positions=8, n_embd=16, n_layer=1, n_head=2)
+    model = AutoModelForCausalLM.from_config(other)
+    with pytest.raises(ConfigError, match=r"whether transformer.tokens_embed.weight"):
+        refuse_unknown_embeddings(model, settings)

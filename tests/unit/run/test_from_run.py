@@ -164,6 +164,7 @@ def died(run: RunFolder) -> None:
 def exported_early(run: RunFolder) -> None:
     stopped(run)
     write_full(run.path / "export-full")
+    write_full(run.path / "export-adapter-ema")  # other weights than those that were trained
 
 
 def without_weights(run: RunFolder) -> None:
@@ -213,7 +214,7 @@ def test_unknown_names_are_refused(runs: Path) -> None:
     ("changes", "expected"),
     [
         ({"use_bdlora": True}, "use_bdlora=True, which is not supported"),
-        ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+        ({"trainable_token_indices": [1]}, "trains tokens of the vocabulary, and does not say which are new"),
         ({"rank_pattern": {"(": 2}}, "lora_rank_pattern={'(': 2} is refused"),
         ({"bias": "all"}, "bias=all"),
         ({"target_modules": ".*_proj"}, "not a list of names"),

@@ -318,6 +318,14 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     assert refusal(load_strategy("fsdp2"), quantised, has_gpu=True) is None
     saving = build(values | {"method": "lora", "modules_to_save": "lm_head"})
     dora = build(values | {"method": "lora", "use_dora": True})
+    stacks = build(values | {"method": "lora", "lora_target_parameters": "experts.w"})
+    assert "adapters on stacks of experts" in str(refusal(resolve(load_strategy("tp"), 2, "no"), stacks, has_gpu=False))
+    grown = build(values | {"method": "lora", "new_tokens": "<a>"})
+    for name in ("pp", "tp"):
+        reason = str(refusal(resolve(load_strategy(name), 2, "no"), grown, has_gpu=False))
+        assert reason.startswith(f"new_tokens=<a> with adapters and {name} 2")
+        full = grown.model_copy(update={"method": "full"})
+        assert refusal(resolve(load_strategy(name), 2, "no"), full, has_gpu=False) is None
     for name, divided in (("pp", saving), ("tp", saving), ("tp", dora)):
         reason = str(refusal(resolve(load_strategy(name), 2, "no"), divided, has_gpu=False))
         assert reason.startswith("modules_to_save=lm_head with" if divided is saving else "use_dora=true with tp 2")

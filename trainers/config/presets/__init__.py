@@ -1,7 +1,8 @@
 """Presets: one YAML file per model, with its methods, their strategies on 1, 2 and 8 GPUs, and its published config.
 
 A preset is named `<model>-<method>`, such as `qwen3-8b-lora`: the options of the model, overridden by those of the
-method. In place of a method, the embedded model also names objectives, such as `tiny-dpo`. Imports no torch.
+method. In place of a method, the embedded model also names objectives, such as `tiny-dpo`, and `tiny-pretrain`.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from trainers.config.yaml_file import read_yaml
 
 PRESETS_DIR = Path(__file__).parent
 DEFAULT_METHOD = "lora"
+PRETRAIN = "pretrain"
+"""Name of the preset that trains on plain text, in place of a method."""
 _METHOD_TITLES = {"full": "{}, all weights", "lora": "{} with LoRA", "qlora": "{} with QLoRA (4-bit base)"}
 
 
@@ -156,7 +159,7 @@ def find_preset(name: str, method: object = None) -> Preset:
         raise ConfigError(_unknown(name))
     model, own_method = parts
     presets = model_presets(model)
-    can_switch = own_method not in OBJECTIVES and method in _METHOD_TITLES and method in presets.methods
+    can_switch = own_method in (None, *_METHOD_TITLES) and method in _METHOD_TITLES and method in presets.methods
     chosen = str(method) if can_switch else own_method or DEFAULT_METHOD
     entry = presets.methods[chosen]
     options = {**presets.options, "method": chosen, **entry.options}
@@ -203,6 +206,8 @@ def _summary(title: str, method: str, preset: Method) -> str:
     trained = _METHOD_TITLES[preset.options.get("method", method)].format(title)
     if method in OBJECTIVES:
         trained = f"{trained}, {OBJECTIVES[method].label}"
+    elif method == PRETRAIN:
+        trained = f"{trained}, continued pre-training"
     if preset.measured:
         return f"{trained}: measured {preset.measured}"
     # Where no strategy fits, the line still says what it would take.

@@ -297,6 +297,7 @@ def test_what_rests_where() -> None:
     # A momentum alone; with Muon, embedding and head keep Adam's two states.
     assert resting("fsdp2", optim="lion") == [2000, 2000, 2000]
     assert resting("fsdp2", optim="muon") == [2000, 2000, 4 * 400 + 8 * 100]
+    assert resting("fsdp2", ema_decay=0.99) == [2000, 2000, 6000]
     assert resting("zero1", optim="lion") == [4000, 4000, 4000]
     assert resting("fsdp2", optim="adamw_8bit", master_weights=False, mixed_precision="bf16") == [1000, 1000, 1015.625]
 
@@ -321,6 +322,22 @@ def test_what_is_whole_for_a_while() -> None:
     assert gathered("pp_fsdp2", 4) == 4 * (600 + 600)  # a stage and its gradients to the step's end
     # Its bucket is copied to be reduced, and by gloo again.
     assert gathered("zero3") == 4 * (1000 + 200 + 3 * 1000)
+
+
+MATRICES = {**COUNTED, "whole": {**WEIGHTS, "hidden_matrices": 8, "hidden_matrix_weights": 720, "orthogonalized": 5000}}
+
+
+def test_muon_takes_a_full_matrix_and_sends_all_of_them(no_latency: None) -> None:
+    for name in ("single", "ddp", "fsdp2", "zero3"):
+        plain, muon = (row(name, counted=MATRICES, kind="gpu", optim=optim) for optim in ("adamw", "muon"))
+        assert plain.memory
+        assert muon.memory
+        assert muon.memory["gathered"] == max(plain.memory["gathered"], 4 * 5000)
+        assert plain.memory["gathered"] < 4 * 5000 or name == "zero3"
+        # Each rank sends half of what goes to all, and half of what it sums, where it has a part of each matrix.
+        added = {"single": 0, "ddp": 4 * 720 / 2}.get(name, 2 * 4 * 720 / 2)
+        assert (muon.sent or 0) - (plain.sent or 0) == added
+    assert row("ddp", counted=MATRICES, optim="lion").sent == row("ddp", counted=MATRICES).sent  # control
 
 
 TEACHER = {"parameters": 500.0, "layers": 4, "matmul": 450.0, "inside": 1600.0, "outside": 400.0}

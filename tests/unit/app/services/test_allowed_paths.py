@@ -14,6 +14,7 @@ from app.services.allowed_paths import INPUTS, OUTPUTS, path_mistakes, strategy_
 from app.services.form import preview
 from app.services.uploads import EXTENSIONS, safe_name, store
 from trainers.config.mistakes import ConfigError
+from trainers.config.remote_data import COMPRESSED
 from trainers.data.files import KINDS
 from trainers.strategy.deepspeed_schema import OUTPUT_PATHS, DeepSpeedJson
 from trainers.strategy.schema import Section, nested_section
@@ -57,7 +58,8 @@ def test_hub_ids_and_our_own_names_are_no_paths(root: Path, value: str) -> None:
     [
         "/etc/passwd", "../outside/secret.jsonl", "{root}/../outside/secret.jsonl", "{root}/data/..%2f..%2foutside",
         "..%2F..%2Fetc", "~/x", "~root/x", "file:///etc/passwd", "http://169.254.169.254/x", "https://a.b/c.jsonl",
-        "s3://bucket/x", "{root}/link.jsonl", "{root}/way out/secret.jsonl", "{root}/way out", "{root}/mixed",
+        "s3://bucket/x", "hf://datasets/a/b/c.jsonl", "gs://bucket/x", "sqlite:///{root}/data.db", "postgresql://a.b/c",
+        "sqlite:/x.db", "{root}/link.jsonl", "{root}/way out/secret.jsonl", "{root}/way out", "{root}/mixed",
         "{root}/mixed/*.jsonl", "{root}/*/x.jsonl", "{root}/**", "{root}/way out/*.jsonl", "{root}/circle", "/", ".",
         "{root}/data/a\u202e.jsonl", "{root}/" + "x" * 300, "..\\..\\etc", "nothing.jsonl", "{root}/nothing",
         "/proc/self/environ", "{root}/data/none*.jsonl",
@@ -106,7 +108,9 @@ def test_a_preview_refuses_every_kind_of_path(root: Path, name: str) -> None:
         ("dataset_name: data/a.jsonl", False), ("dataset_name: org/name", False), ("dataset_name: embedded", False),
         ("dataset_name: ../outside/secret.jsonl", True), ("dataset_name: /etc/hosts", True),
         ("dataset_name: link.jsonl", True), ("dataset_name: mixed", True), ("dataset_name: ~/x.jsonl", True),
-        ("dataset_name: http://a.b/c.jsonl", True), ("dataset_name: ../outside/*/*.jsonl", True),
+        ("dataset_name: http://a.b/c.jsonl", True), ("dataset_name: hf://datasets/a/b.jsonl", True),
+        ("dataset_name: sqlite:///data.db\n    dataset_query: select 1", True),
+        ("dataset_name: ../outside/*/*.jsonl", True),
         ("dataset_name: embedded\n    chat_template: /etc/hosts", True), ("dataset_nam: x", True),
     ],
 )  # fmt: skip
@@ -179,8 +183,10 @@ def test_a_very_large_folder_is_not_looked_through(root: Path) -> None:
 # -- uploads -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_endings_are_those_that_can_be_read() -> None:
-    assert set(EXTENSIONS) == set(KINDS)
+def test_the_endings_are_those_of_plain_files() -> None:
+    """What is compressed could fill the disk; Arrow files are for those who have them already."""
+    assert {*EXTENSIONS, ".arrow"} == set(KINDS)
+    assert not {*EXTENSIONS} & {*COMPRESSED, ".tar"}
 
 
 @pytest.mark.parametrize(

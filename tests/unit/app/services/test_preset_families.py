@@ -33,6 +33,7 @@ def test_without_gpus_only_what_needs_none_is_said_to_fit() -> None:
         "tiny-distill",
         "tiny-reward",
         "tiny-grpo",
+        "tiny-pretrain",
     }
 
 
@@ -43,6 +44,7 @@ def test_a_preset_of_another_objective_says_so() -> None:
         "tiny-distill": "Distillation",
         "tiny-reward": "Reward",
         "tiny-grpo": "GRPO",
+        "tiny-pretrain": "Pre-training",
     }
     assert presets()["tiny-dpo"].method == "full"
 
