@@ -3,35 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from app.command_line import Args, Verb
+from app.commands.data_tables import lengths_text, print_comparison, print_tables
 from app.console import clean, counted, report, report_json, say, show_table
 from app.launch.job import named_preset
 from app.services.data import DataView, close_data, open_data
 from app.services.rpc_client import WorkerDied
 from trainers.config.command_line import option
 from trainers.config.mistakes import Mistake, Mistakes
+from trainers.config.options import TrainConfig
 from trainers.config.parse import whole_number
 from trainers.run.from_run import resolve_request
 
 DEFAULT_ROWS = 3
+DEFAULT_THRESHOLD = 0.7
+IN_OTHER_DATA = 3
+"""Exit code if a row of the training data is in the data of `--against`."""
+LEAST_THRESHOLD = 0.3
+MAX_LANGUAGES = 10**6
 MAX_ROWS = 50
 DATA = Verb(
     "data",
     "Show what `train` with the same arguments would train on, without using a GPU: counts and shares, token lengths, "
     "packing, bad rows, and the first rows with their trained tokens marked.",
-    own={"rows": option("rows", "<int>", f"Number of rows to show; default: {DEFAULT_ROWS}.")},
+    own={
+        "rows": option("rows", "<int>", f"Number of rows to show, of each source of a mix; default: {DEFAULT_ROWS}."),
+        "languages": option(
+            "languages", "<int>", "Tell the languages of so many documents, drawn with the run's seed, such as 10000."
+        ),
+        "near_duplicates": option(
+            "near_duplicates",
+            "<share>",
+            "List rows that share so much of their runs of 3 words, such as 0.7, also with the evaluation data.",
+        ),
+        "against": option(
+            "against",
+            "<data>",
+            "List the rows that are in other data too, such as a benchmark, exactly or nearly (see near_duplicates, "
+            f"default {DEFAULT_THRESHOLD}); exits with {IN_OTHER_DATA} then. Read as eval_dataset_name and eval_split.",
+        ),
+        "against_columns": option(
+            "against_columns", "<pairs>", "The columns of that data by role, such as prompt=question,completion=answer."
+        ),
+    },
     launch=(),
 )
 _TRAINED, _PLAIN = "\x1b[4;32m", "\x1b[0m"
 _BAR = 40
 
 
+@dataclass(frozen=True)
+class _Requested:
+    """What a command line asks for.
+
+    Args:
+        view: the data.
+        rows: rows to show.
+        languages: documents whose language is told.
+        near_duplicates: similarity from which rows count as alike; None does not look for near-duplicates.
+        against: a config whose evaluation data are the other data; None without any.
+    """
+
+    view: DataView
+    rows: int
+    languages: int
+    near_duplicates: float | None
+    against: TrainConfig | None
+
+
 def data_verb(argv: Sequence[str]) -> int:
-    """`tunesmith data`: returns 0, or 1 if the process that reads the data has died.
+    """`tunesmith data`: returns 0, 1 if the process that reads the data has died, or `IN_OTHER_DATA`.
 
     Raises:
         ConfigError: for an invalid request, or data that contains nothing to train on.
@@ -39,10 +86,12 @@ def data_verb(argv: Sequence[str]) -> int:
     args = DATA.read(argv)
     if args is None:
         return 0
-    view, rows = _open_requested(args)
+    requested = _open_requested(args)
+    view, rows = requested.view, requested.rows
     try:
         with _progress("json" in args.switches or "quiet" in args.switches) as show:
-            statistics = _statistics(view, show)
+            statistics = _last(view.statistics(requested.languages), "statistics", show)
+            comparison = _comparison(requested, show)
         preview = [row for part in view.sources() for row in part.rows(0, rows)["rows"]] if rows else []
     except WorkerDied as error:
         say(clean(str(error)))
@@ -50,37 +99,77 @@ def data_verb(argv: Sequence[str]) -> int:
     finally:
         close_data()
     if "json" in args.switches:
-        report_json({**statistics, "shown": preview})
+        report_json({**statistics, "shown": preview, "comparison": comparison})
     else:
         _print(statistics, preview)
-    return 0
+        if comparison is not None:
+            print_comparison(comparison)
+    in_other = (comparison or {}).get("against")
+    return IN_OTHER_DATA if in_other and in_other["first"]["share"] else 0
 
 
-def _open_requested(args: Args) -> tuple[DataView, int]:
-    """The data and the number of rows to show; options that only matter at launch are accepted and ignored."""
-    mistakes, request, text = Mistakes(), args.request, str(args.own.get("rows", DEFAULT_ROWS))
-    if (rows := whole_number(text, 0, MAX_ROWS)) is None:
-        remedy = f"give a number from 0 to {MAX_ROWS}"
-        mistakes.append(Mistake("rows", repr(text[:40]), "is not a valid number of rows", remedy))
+def _open_requested(args: Args) -> _Requested:
+    """The data and what to do with it; options that only matter at launch are accepted and ignored."""
+    mistakes, request, own = Mistakes(), args.request, args.own
+    rows = _number(own, "rows", DEFAULT_ROWS, MAX_ROWS, mistakes)
+    languages = _number(own, "languages", 0, MAX_LANGUAGES, mistakes)
+    threshold = _threshold(own["near_duplicates"], mistakes) if "near_duplicates" in own else None
+    if "against_columns" in own and "against" not in own:
+        mistakes.append(Mistake("against_columns", None, "names the columns of no data", "add --against DATA"))
     request.preset = named_preset(args.names, request.preset, mistakes)
-    view = None
+    config = against = None
     with mistakes:
-        view = open_data(resolve_request(request))
+        config = resolve_request(request)
+        if "against" in own:
+            if "against_columns" in own:
+                request.options["columns"] = str(own["against_columns"])
+            other = {"eval_dataset_name": str(own["against"]), "eval_share": 0.0, "max_eval_samples": None}
+            against = resolve_request(request).model_copy(update=other)
     mistakes.refuse()
-    assert view is not None
-    assert rows is not None
+    assert config is not None
     for line in request.notes:
         say(clean(line))
-    return view, rows
+    return _Requested(open_data(config), rows, languages, threshold, against)
 
 
-def _statistics(view: DataView, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    statistics: dict[str, Any] = {}
-    for document in view.statistics():
+def _number(own: Mapping[str, Any], name: str, default: int, most: int, mistakes: Mistakes) -> int:
+    kind = "rows" if name == "rows" else "documents"
+    text = str(own.get(name, default))
+    if (number := whole_number(text, 0, most)) is None:
+        mistakes.append(
+            Mistake(name, repr(text[:40]), f"is not a valid number of {kind}", f"give a number from 0 to {most}")
+        )
+    return number or 0
+
+
+def _threshold(value: object, mistakes: Mistakes) -> float:
+    text = str(value)
+    try:
+        threshold = float(text) if text.isascii() else math.nan
+    except ValueError:
+        threshold = math.nan
+    if not LEAST_THRESHOLD <= threshold <= 1:
+        remedy = f"give one from {LEAST_THRESHOLD} to 1, such as {DEFAULT_THRESHOLD}"
+        mistakes.append(Mistake("near_duplicates", repr(text[:40]), "is not a valid similarity", remedy))
+    return threshold
+
+
+def _comparison(requested: _Requested, show: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:
+    near, against = requested.near_duplicates, requested.against
+    if near is None and against is None:
+        return None
+    answers = requested.view.comparison(near or DEFAULT_THRESHOLD, near is not None, against)
+    return _last(answers, "comparison", show)
+
+
+def _last(documents: Iterable[dict[str, Any]], name: str, show: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The result among the documents of a long request; shows the progress among them."""
+    result: dict[str, Any] = {}
+    for document in documents:
         if "progress" in document:
             show(document["progress"])
-        statistics = document.get("statistics", statistics)
-    return statistics
+        result = document.get(name, result)
+    return result
 
 
 @contextlib.contextmanager
@@ -113,9 +202,7 @@ def _progress(quiet: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
 
 def _print(statistics: dict[str, Any], preview: Sequence[dict[str, Any]]) -> None:
     show_table(["data", clean(statistics["dataset"])], summary_lines(statistics))
-    if statistics["sources"]:
-        report("")
-        show_table(SOURCE_HEADERS, source_rows(statistics))
+    print_tables(statistics)
     report(f"\ntokens per document: {lengths_text(statistics)}")
     max_count = max(entry["count"] for entry in statistics["histogram"])
     for entry in statistics["histogram"]:
@@ -188,34 +275,6 @@ def summary_lines(statistics: dict[str, Any]) -> list[tuple[str, str]]:
         size = statistics["global_batch_size"]
         lines.append(("steps", f"{steps:,} per pass with {size:,} rows each, {statistics['total_steps']:,} in total"))
     return lines
-
-
-SOURCE_HEADERS = ("source", "rows", "documents", "tokens", "trained", "training rows", "share of rows",
-                  "share of tokens", "passes per epoch")  # fmt: skip
-
-
-def source_rows(statistics: dict[str, Any]) -> list[list[str]]:
-    """The sources of a mix as rows of a table with `SOURCE_HEADERS`, and their sum."""
-    counts = ("rows", "documents", "tokens", "trained_tokens", "training_rows")
-    table = [
-        [
-            source["name"], *(f"{source[name]:,}" for name in counts), f"{source['share']:.1%}",
-            f"{source['token_share']:.1%}", f"{source['passes']:.2f}",
-        ]
-        for source in statistics["sources"]
-    ]  # fmt: skip
-    sums = [f"{sum(source[name] for source in statistics['sources']):,}" for name in counts]
-    return [*table, ["all", *sums, "100.0%", "100.0%", ""]]
-
-
-def lengths_text(statistics: dict[str, Any]) -> str:
-    """The lengths of documents in a phrase: the mean, and how long the shortest to the longest are."""
-    labels = {0.0: "shortest", 0.5: "median", 1.0: "longest"}
-    quantiles = [
-        f"{labels.get(entry['share'], format(entry['share'], '.0%') + ' have at most')} {entry['tokens']:,}"
-        for entry in statistics["lengths"]
-    ]
-    return ", ".join([f"mean {statistics['mean_length']:,.1f}", *quantiles])
 
 
 def _left_out(rows: int, option: str) -> list[tuple[str, str]]:

@@ -129,19 +129,39 @@ class DataView:
             ConfigError: when data or tokenizer cannot be read, there is no such row, or large data is not counted yet.
             WorkerDied: when the process that reads them ends.
         """
-        job = statistics_job(statistics_key(self.config))
-        if (job is None or job.state != "done") and self.rows(0, 1)["bytes"] > AUTO_COUNT_BYTES:
+        key = statistics_key(self.config)
+        counted = any(name.startswith(key) and job.state == "done" for name, job in list(_jobs.items()))
+        if not counted and self.rows(0, 1)["bytes"] > AUTO_COUNT_BYTES:
             raise ConfigError("batch rows are only known once the whole data set is counted; start the statistics")
         return self._request({"ask": "packed", "index": index})
 
-    def statistics(self) -> Iterator[dict[str, Any]]:
+    def statistics(self, languages: int = 0) -> Iterator[dict[str, Any]]:
         """Statistics of the whole data set: documents with `progress`, then one with `statistics`.
+
+        Args:
+            languages: number of documents whose language is told; 0 leaves languages out.
 
         Raises:
             ConfigError: when data or tokenizer cannot be read, or the data contains nothing to train on.
             WorkerDied: when the process that counts ends.
         """
-        return _pages.get().ask({"ask": "statistics", "config": self.config.model_dump()})
+        return _pages.get().ask({"ask": "statistics", "config": self.config.model_dump(), "languages": languages})
+
+    def comparison(self, threshold: float, near: bool, against: TrainConfig | None) -> Iterator[dict[str, Any]]:
+        """Compares rows: documents with `progress`, then one with `comparison`; see `trainers.tools.data_compare`.
+
+        Args:
+            threshold: similarity from which rows count as alike.
+            near: whether to look for near-duplicates in the data itself.
+            against: a config whose evaluation data are the other data; None without any.
+
+        Raises:
+            ConfigError: when data cannot be read.
+            WorkerDied: when the process that compares ends.
+        """
+        other = None if against is None else absolute_paths(against).model_dump()
+        request = {"ask": "comparison", "threshold": threshold, "near": near, "against": other}
+        return _pages.get().ask({**request, "config": self.config.model_dump()})
 
     def _request(self, request: Mapping[str, Any]) -> dict[str, Any]:
         answer = _pages.get().ask({**request, "config": self.config.model_dump()}, ANSWER_SECONDS)
@@ -256,8 +276,12 @@ def statistics_key(config: TrainConfig) -> str:
     return hashlib.sha256(json.dumps(config.model_dump(), sort_keys=True).encode()).hexdigest()[:24]
 
 
-def start_statistics(config: TrainConfig) -> str:
+def start_statistics(config: TrainConfig, languages: int = 0) -> str:
     """Counts a data set in the background, or joins a running count of the same data.
+
+    Args:
+        config: validated.
+        languages: number of documents whose language is told; 0 leaves languages out.
 
     Returns:
         The key for `statistics_job`.
@@ -266,7 +290,7 @@ def start_statistics(config: TrainConfig) -> str:
         ConfigError: when too many counts are running.
     """
     config = absolute_paths(config)
-    key, values = statistics_key(config), config.model_dump()
+    key, values = statistics_key(config) + (f"-{languages}" if languages else ""), config.model_dump()
     with _jobs_lock:
         live = [name for name, job in _jobs.items() if job.state in ("waiting", "running")]
         if key in live:
@@ -277,7 +301,7 @@ def start_statistics(config: TrainConfig) -> str:
         _jobs.move_to_end(key)
         for old in [name for name in _jobs if name not in live][: max(0, len(_jobs) - _MAX_JOBS)]:
             del _jobs[old]
-    threading.Thread(target=_count, args=(job, values), daemon=True).start()
+    threading.Thread(target=_count, args=(job, values, languages), daemon=True).start()
     return key
 
 
@@ -338,11 +362,11 @@ def _data_key(values: Mapping[str, Any]) -> str | None:
     return json.dumps(deciding, sort_keys=True)
 
 
-def _count(job: StatisticsJob, values: dict[str, Any]) -> None:
+def _count(job: StatisticsJob, values: dict[str, Any], languages: int) -> None:
     key = _data_key(values)
     try:
         worker = _counts.get()
-        for document in worker.ask({"ask": "statistics", "config": values}):
+        for document in worker.ask({"ask": "statistics", "config": values, "languages": languages}):
             if job.state == "waiting":
                 job.state = "running"
             if job.cancel_requested:

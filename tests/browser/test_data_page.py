@@ -69,6 +69,30 @@ def test_it_pages(new_page: Tabs) -> None:
     axe(page)
 
 
+def test_a_mix_is_counted_source_by_source_with_its_languages(new_page: Tabs, server: Served) -> None:
+    a_file(server, "first.jsonl", [chat(f"question {number}", "a few words of an answer") for number in range(12)])
+    a_file(
+        server, "second.jsonl", [chat(f"Frage {number}", "Das ist die Antwort auf die Frage") for number in range(9)]
+    )
+    mix = a_file(server, "mix.yaml", ["sources:", "- {dataset_name: first.jsonl, weight: 3}",
+                                      "- {dataset_name: second.jsonl}"])  # fmt: skip
+    page = new_page("/data")
+    fill(page, "dataset_name", "")
+    fill(page, "mix", str(mix))
+    show(page)
+    expect(page.locator("#data-rows article").first).to_contain_text("first: ")
+    sources = page.get_by_role("region", name="Sources of the mix")
+    expect(sources).to_contain_text("75.0%")
+    expect(sources.locator("tbody tr")).to_have_count(3)
+    expect(page.locator("#data-statistics")).to_contain_text("median")
+    expect(page.get_by_role("region", name="Languages")).to_have_count(0)
+    page.get_by_role("checkbox", name="Languages").check()
+    page.locator("#data-count").click()
+    expect(page.get_by_role("region", name="Languages")).to_contain_text("de")
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["wide"][0]
+    axe(page)
+
+
 def test_hostile_content_is_shown_as_text(new_page: Tabs, server: Served) -> None:
     listed = json.dumps({**json.loads(chat(HOSTILE, "fine")), "<img src=x>": 1})
     data = a_file(server, "hostile.jsonl", [chat(HOSTILE, HOSTILE), listed, '{"messages": [<img>'])

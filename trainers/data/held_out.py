@@ -56,16 +56,19 @@ def row_hash(row: tuple[Document, ...] | BadRow, formats: Sequence[str], seed: i
     """
     if isinstance(row, BadRow):
         return BAD
-    key = str(seed).encode()
-    content = content_of(row[0], prompt_only=tuple(formats) != SFT_FORMATS)
-    digest = hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8, key=key[:64]).digest()
-    return min(int.from_bytes(digest, "little"), BAD - 1)
+    return min(text_hash(content_of(row[0], prompt_only=tuple(formats) != SFT_FORMATS), str(seed)), BAD - 1)
+
+
+def text_hash(text: str, key: str = "") -> int:
+    """A 64-bit hash of a text without its white space: of a prompt and its completion, some forms have none between."""
+    letters = "".join(text.split()).encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(letters, digest_size=8, key=key.encode()[:64]).digest(), "little")
 
 
 def content_of(document: Document, prompt_only: bool = False) -> str:
     """The text of a document without what templates may leave out: roles, spaces at the ends, thoughts, names, tools.
 
-    Documents of the same tokens have the same content.
+    Documents of the same tokens have the same content, but for white space.
 
     Args:
         document: As read.
@@ -75,7 +78,7 @@ def content_of(document: Document, prompt_only: bool = False) -> str:
     if prompt_only and (document.untrained or document.prompt):
         text = document.prompt + _joined(messages[: document.untrained])
     else:
-        text = document.prompt + document.completion + _joined(messages)
+        text = f"{document.prompt} {document.completion} {_joined(messages)}"
     text = " ".join(_THOUGHT.sub("", text).split())
     return text or json.dumps(messages, sort_keys=True, default=str)
 

@@ -15,7 +15,7 @@ listeners: list[Callable[[str, int, int], None]] = []
 
 
 class Progress:
-    """Counts rows towards a total; without a terminal, prints nothing for tasks of less than a few seconds."""
+    """Counts rows towards a total, 0 if it is unknown; without a terminal, prints nothing for tasks of few seconds."""
 
     def __init__(self, task: str, total: int):
         self.task = task
@@ -26,7 +26,7 @@ class Progress:
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(total=total, desc=task, unit=" rows", leave=False, delay=0.5)
+            self._bar = tqdm(total=total or None, desc=task, unit=" rows", leave=False, delay=0.5)
 
     def __enter__(self) -> Progress:
         return self
@@ -49,6 +49,9 @@ class Progress:
             self._bar.update(rows)
         elif now - self._printed_at >= _SECONDS:
             self._printed_at = now
+            if not self.total:
+                say(f"{self.task}: {self.done:,} rows")
+                return
             rate = self.done / (now - self._started)
             remaining = (self.total - self.done) / rate
             say(f"{self.task}: {self.done:,} of {self.total:,} rows, {rate:,.0f} rows/s, {remaining:.0f} s left")

@@ -27,6 +27,7 @@ from trainers.data.batches import TrainPlan
 from trainers.data.data_file import DataFile
 from trainers.data.fill_cache import formats_of, options_of, refuse_bad, refuse_missing_numbers
 from trainers.data.held_out import row_hash, selection_of
+from trainers.data.languages import language_table
 from trainers.data.mix import MixOrder
 from trainers.data.overlap import leak_lines, repeated
 from trainers.data.prepare import TokenSet, files_of, load_tokenizer, mix_of, tokenised
@@ -42,6 +43,7 @@ from trainers.data.template import training_encoder
 from trainers.data.tokenise import encode_rows, example_of
 from trainers.data.tokenizer import read_chat_template
 from trainers.run.process_limits import encoding_bytes, encoding_seconds, expect_death, memory_limit, time_limit
+from trainers.tools.data_compare import compare
 from trainers.tools.preflight import make_rows
 from trainers.tools.rpc_server import send, serve
 
@@ -252,9 +254,11 @@ class Preview:
                 start, before = stop, text
         return {"segments": segments, "tokens": len(ids), "hidden": len(ids) - start}
 
-    def _decode(self, ids: npt.NDArray[np.int32]) -> str:
+    def _decode(self, ids: npt.NDArray[np.int32], skip_special: bool = False) -> str:
         with memory_limit(encoding_bytes(len(ids))), time_limit(encoding_seconds(len(ids))):
-            text = self.tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            text = self.tokenizer.decode(
+                ids.tolist(), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
         return str(text)
 
     def tokens(self) -> TokenSet:
@@ -289,6 +293,10 @@ class Preview:
             "index": index, "total": len(rows), "packing": self.packs, "documents": documents,
             "tokens": position, "room": self.config.row_tokens, "trained_tokens": int(rows.trained[index]),
         }  # fmt: skip
+
+    def languages(self, count: int) -> dict[str, Any]:
+        """The languages of `count` documents; see `trainers.data.languages.language_table`."""
+        return language_table(self.tokens(), lambda ids: self._decode(ids, True), count, self.config.seed)
 
     def statistics(self) -> dict[str, Any]:
         """Statistics of the full data set: counts, shares, lengths, packing, bad rows, steps."""
@@ -328,6 +336,7 @@ class Preview:
             "histogram": histogram(data.lengths),
             "lengths": length_table(data.lengths),
             "mean_length": float(data.lengths.mean()),
+            "languages": None,
             "mistakes": mistakes,
         }
 
@@ -412,7 +421,7 @@ def _stamps(files: Sequence[DataFile]) -> list[list[Any]]:
 
 
 def main() -> None:
-    """Answers `rows`, `packed` and `statistics` requests until standard input closes."""
+    """Answers `rows`, `packed`, `statistics` and `comparison` requests until standard input closes."""
     expect_death()
     # Import everything that a tokenizer needs first: a cancel must not interrupt an import.
     load_tokenizer(build({"model_name_or_path": EMBEDDED, "dataset_name": EMBEDDED}))
@@ -433,9 +442,15 @@ def main() -> None:
         yield {"progress": {"what": "reading the data", "done": 0, "total": 0}}
         with previews.of(request["config"]) as preview:
             answer = preview.statistics()
+            if count := request.get("languages", 0):
+                answer["languages"] = preview.languages(count)
         yield {"statistics": answer}
 
-    serve({"rows": rows, "packed": packed, "statistics": statistics})
+    def comparison(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        other = request["against"] and build(request["against"])
+        yield {"comparison": compare(build(request["config"]), request["threshold"], request["near"], other)}
+
+    serve({"rows": rows, "packed": packed, "statistics": statistics, "comparison": comparison})
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ from ui.parts import Html, alert_list, note, run_link, title
 
 FIRST_PRESET = "tiny-lora"
 PAGE_ROWS = 10
+SAMPLED = 2000
+"""Documents whose language is told."""
 _AS_READ, _AS_PACKED = "rows as read", "rows of the batches"
 _HIDDEN: dict[str, Any] = {"api_visibility": "private"}
 _FIELD_NAMES = json.dumps(FIELDS)
@@ -96,6 +98,15 @@ class _Page:
                 gr.HTML("<h2>Statistics</h2>", padding=False, apply_default_css=False)
                 with gr.Row():
                     self.count = gr.Button("Count everything", elem_id="data-count", size="md", min_width=190, scale=0)
+                    self.languages = gr.Checkbox(
+                        False,
+                        label="Languages",
+                        elem_id="data-languages",
+                        container=False,
+                        scale=0,
+                        min_width=120,
+                        info=f"Tell those of {SAMPLED:,} documents; takes some seconds.",
+                    )
                     self.cancel = gr.Button(
                         "Stop counting", elem_id="data-cancel", size="md", min_width=150, scale=0, visible=False
                     )
@@ -133,7 +144,7 @@ class _Page:
         self.view.input(self.show_page(None), paging, row_outputs, **_LISTENER)
         self.previous.click(self.show_page(-1), paging, row_outputs, **_LISTENER)
         self.next.click(self.show_page(1), paging, row_outputs, **_LISTENER)
-        self.count.click(self.start_count, form, count_outputs, **_QUICK)
+        self.count.click(self.count_everything, [self.languages, *form], count_outputs, **_QUICK)
         self.cancel.click(cancel_statistics, self.key, None, **_QUICK)
         self.timer.tick(self.tick, self.key, [self.statistics, self.timer, self.cancel], **_QUICK)
         self.preset.input(self.switch_preset, self.preset, form_outputs, **_QUICK).then(
@@ -197,10 +208,14 @@ class _Page:
             return [gr.skip(), "", large, *_counting(False)]
         return self.start_count(run, preset, *raw)
 
-    def start_count(self, run: str, preset: str, *raw: Any) -> list[Any]:
+    def count_everything(self, languages: bool, *form: Any) -> list[Any]:
+        """Starts the statistics of data of any size, with its languages if they are wanted."""
+        return self.start_count(*form, languages=SAMPLED if languages else 0)
+
+    def start_count(self, run: str, preset: str, *raw: Any, languages: int = 0) -> list[Any]:
         """Starts the statistics, or joins a running count."""
         try:
-            key = start_statistics(self._config(run, preset, raw))
+            key = start_statistics(self._config(run, preset, raw), languages)
         except ConfigError as error:
             return [mistakes_panel(error.mistakes), "", statistics_panel(None), *_counting(False)]
         return [gr.skip(), key, statistics_panel(statistics_job(key)), *_counting(True)]

@@ -6,7 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from app.commands.data import SOURCE_HEADERS, lengths_text, source_rows, summary_lines
+from app.commands.data import summary_lines
+from app.commands.data_tables import (
+    LANGUAGE_HEADERS,
+    SOURCE_HEADERS,
+    language_rows,
+    languages_text,
+    lengths_text,
+    source_rows,
+)
 from app.services.data import StatisticsJob
 from app.services.form import Preview, by_field
 from trainers.config.mistakes import Mistake
@@ -143,6 +151,7 @@ def _numbers(statistics: dict[str, Any]) -> Html:
         key_values((name[:1].upper() + name[1:], value) for name, value in summary_lines(statistics)),
         _sources(statistics),
         histogram(statistics["histogram"], lengths_text(statistics)),
+        _languages(statistics["languages"]),
     ]
     if statistics["template"]:
         lines = "\n".join(statistics["template"])
@@ -170,6 +179,15 @@ def _sources(statistics: dict[str, Any]) -> Html:
         "reads, by weight; a source with more than one pass per epoch repeats."
     )
     return section("Sources", join([table, explained]))
+
+
+def _languages(languages: dict[str, Any] | None) -> Html:
+    """The languages of a sample as a table, and what it counts."""
+    if not languages:
+        return Html("")
+    headers = [name[:1].upper() + name[1:] for name in LANGUAGE_HEADERS]
+    table = data_table(headers, language_rows(languages), "Languages", numeric=range(1, len(headers)))
+    return section("Languages", join([table, note(languages_text(languages) + ".")]))
 
 
 def histogram(bins: Sequence[dict[str, int]], lengths: str = "") -> Html:

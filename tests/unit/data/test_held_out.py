@@ -60,7 +60,7 @@ def moved(rule: Any, texts: list[str], added: list[tuple[int, str]], share: floa
 def test_no_row_changes_its_side_when_rows_are_added_anywhere(
     texts: list[str], added: list[tuple[int, str]], share: float, seed: int
 ) -> None:
-    assume(len({" ".join(text.split()) for text in texts}) > 1)
+    assume(len({"".join(text.split()) for text in texts}) > 1)
     assume(held_out_by_content(texts, share, seed)[1])
     assert moved(held_out_by_content, texts, added, share, seed) == set()
 
@@ -96,6 +96,8 @@ SAME: list[dict[str, Any]] = [
     {"conversations": [{"from": "human", "value": "How many?"}, {"from": "gpt", "value": "Three."}]},
     {"prompt": CHAT[:1], "completion": CHAT[1:]},
     {"instruction": "How many?", "output": "Three."},
+    {"prompt": "How many?", "completion": "Three."},
+    {"text": "How many?\nThree."},
     {"messages": [CHAT[0], {"role": "assistant", "content": "<think>one, two</think>Three."}]},
 ]
 

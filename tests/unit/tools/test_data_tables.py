@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.cli import run_verb
-from app.commands.data import lengths_text, source_rows
+from app.commands.data_tables import lengths_text, source_rows
 from app.services.data import StatisticsJob, close_data, known_rows, start_statistics, statistics_job
 from tests.unit.tools.test_data_preview import until
 from trainers.config.options import TrainConfig
