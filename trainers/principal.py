@@ -42,15 +42,21 @@ def set_initial_adapter(checkpoints: Checkpoints, folder: Path | None, loss: Los
 
 def _computed(loss: LossModule, ranks: Ranks) -> Factors:
     """The factors of every adapted weight, each computed on one of the ranks and sent to all. Collective."""
+    parts, error, own = list(adapted(loss.model)), None, dict[int, Any]()
+    try:  # each rank computes all of its own before any is sent, so that none waits for another
+        for number in range(ranks.rank, len(parts), ranks.world):
+            own[number] = principal_factors(parts[number], loss.stored)
+            if not all(tensor.isfinite().all() for tensor in own[number]):
+                raise ValueError(f"{parts[number].name} has infinite or undefined weights")
+    except Exception as problem:
+        error = problem
+    ranks.agree(error, "computing the singular vectors")
     factors: dict[str, torch.Tensor] = {}
-    for number, part in enumerate(adapted(loss.model)):
-        owner = number % ranks.world
-        adapters = part.layer.lora_A["default"], part.layer.lora_B["default"]
-        pair = [torch.empty(layer.weight.shape) for layer in adapters]
-        if owner == ranks.rank:
-            pair = principal_factors(part, loss.stored)
+    for number, part in enumerate(parts):
+        shapes = (part.layer.lora_A["default"].weight.shape, part.layer.lora_B["default"].weight.shape)
+        pair = own.get(number) or [torch.empty(shape) for shape in shapes]
         for key, tensor in zip(("lora_A", "lora_B"), pair, strict=True):
-            factors[f"{PREFIX}{part.name}.{key}"] = _sent(tensor.contiguous(), owner, ranks)
+            factors[f"{PREFIX}{part.name}.{key}"] = _sent(tensor.contiguous(), number % ranks.world, ranks)
     return factors
 
 

@@ -302,6 +302,9 @@ def export(
     if merged and method == "full":
         raise ConfigError(f"--merged: run {run.id} has method=full, so it has no adapter to merge; leave --merged out")
     kind = "full" if method == "full" else "merged" if merged else "adapter"
+    if kind == "adapter" and config.init_lora_weights == "pissa" and dtype not in (None, "float32"):
+        problem = "would round away the difference from the base, with init_lora_weights=pissa"
+        raise ConfigError.about("--dtype", dtype, problem, "leave it out, or export it --merged")
     target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
     if output:
         _refuse_target(target)

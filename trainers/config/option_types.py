@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import unicodedata
 from datetime import date
 from typing import Annotated, Any, Literal
 
@@ -69,8 +70,8 @@ def _patterns(value: dict[str, Any]) -> dict[str, Any]:
 
 def _tokens(value: list[str]) -> list[str]:
     for token in value:
-        if not token.strip() or not token.isprintable():
-            raise ValueError(f"{token!r} is blank, or has characters that cannot be seen")
+        if not token.strip() or any(unicodedata.category(letter) == "Cc" for letter in token):
+            raise ValueError(f"{token!r} is blank, or has control characters")
     if twice := sorted({token for token in value if value.count(token) > 1}):
         raise ValueError(f"{twice[0]} is there twice")
     return value

@@ -158,6 +158,8 @@ def _method_conflicts(config: TrainConfig) -> list[Mistake]:
         (bool(config.lora_target_parameters) and method == "lora" and config.lora_dropout > 0,
          "lora_dropout", config.lora_dropout, "with lora_target_parameters: peft drops no inputs of stacked weights",
          "use 0"),
+        (bool(config.lora_target_parameters) and method == "lora" and config.optim == "muon",
+         "optim", "muon", "with lora_target_parameters: adapters of all experts would be one matrix", "use adamw"),
         (bool(config.lora_target_parameters) and method == "lora" and config.use_dora,
          "use_dora", True, "with lora_target_parameters: peft has no norms of stacked weights",
          "leave one of them out"),

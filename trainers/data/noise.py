@@ -41,8 +41,9 @@ class NoiseRule:
             positions: `[tokens]` its position there.
         """
         keys = np.full(len(positions), self.seed, dtype=np.uint64)
-        for number in (np.uint64(step), documents.astype(np.uint64), positions.astype(np.uint64)):
-            keys = _mixed(keys + number * np.uint64(_STEP))
+        steps = np.full(len(positions), step, dtype=np.uint64)  # arrays wrap around without a warning
+        for numbers in (steps, documents.astype(np.uint64), positions.astype(np.uint64)):
+            keys = _mixed(keys + numbers * np.uint64(_STEP))
         return keys.view(np.int64)
 
 

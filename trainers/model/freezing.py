@@ -36,6 +36,10 @@ def freeze(config: TrainConfig, model: Any) -> list[str]:
             f"write parts of names such as {first_names([name for name, _ in weights])}",
         )
     matched = {name for names in matches.values() for name in names}
+    ends = [end.weight for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    if config.new_tokens and any(name in matched and any(weight is end for end in ends) for name, weight in weights):
+        problem = f"with new_tokens={','.join(config.new_tokens)}, whose rows would never be trained"
+        raise ConfigError.about("freeze", ",".join(config.freeze), problem, "leave embeddings and head out of it")
     for name, weight in weights:
         if name in matched:
             weight.requires_grad_(False)

@@ -49,7 +49,11 @@ FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
-LATER_OPTIONS = {"ema_decay": None}
+LATER_OPTIONS = {
+    "ema_decay": None, "new_tokens": [], "pad_vocab_to_multiple_of": None, "lora_target_parameters": [],
+    "init_lora_weights": "default", "neftune_noise_alpha": 0.0, "dataset_streaming": False,
+    "embedding_learning_rate": None,
+}  # fmt: skip
 """Options that determine what is saved and that older checkpoints do not name, with the values that those had."""
 STRUCTURE = (
     "method", "freeze", "lora_r", "lora_rank_pattern", "lora_target_modules", "lora_target_parameters",

@@ -123,11 +123,14 @@ def bytes_needed(
     elsewhere = max(0, trained - (layers if config.method == "full" else adapters))  # embeddings, or saved modules
     weight = 4.0 if config.master_weights or config.method != "full" else 2.0
     checkpoint = trained * weight + config.saved_state_bytes(trained - elsewhere, elsewhere)
-    if config.method != "full" and config.init_lora_weights == "pissa":
-        checkpoint += trained * 4  # the first adapters
+    is_principal = config.method != "full" and config.init_lora_weights == "pissa"
+    if is_principal:
+        checkpoint += adapters * 4  # the first adapters
     full_model = config.method == "full" or config.merge_adapter
     exported = sum(math.prod(tensor.shape) for tensor in present) if full_model else trained
     export = exported * _DTYPE_BYTES[_export_dtype(config, present)]
+    if is_principal and not full_model:
+        export = (trained + adapters) * 4  # of twice the rank, in fp32
     return _LOG_BYTES + math.ceil(_checkpoints(config, steps) * checkpoint + export)
 
 

@@ -43,6 +43,8 @@ _SCORED = "SEQ_CLS"
 """The `task_type` of a reward model's adapter, which contains its head."""
 _HEADS = ("classifier", "score")
 """What peft adds to the `modules_to_save` of an adapter with a scalar head."""
+_UNCHANGED_BASE = (None, True, False, "gaussian")
+"""Starts of an adapter that leave its base as it is."""
 _UNDERSTOOD = frozenset({
     "base_model_name_or_path", "revision", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora",
     "rank_pattern", "alpha_pattern", "modules_to_save", "use_dora", "trainable_token_indices", "target_parameters",
@@ -272,7 +274,10 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
     if not trained and (source.folder / "base").is_dir():
         raise ConfigError.about("from_run", source.folder, "was trained with scaled RoPE", "export it merged")
     fixed = {"model_name_or_path": name, "model_revision": saved.get("revision"), "random_init": False}
-    fixed |= {option: trained[option] for option in _BASE if option in trained}
+    fixed |= {"new_tokens": [], **{option: trained[option] for option in _BASE if option in trained}}
+    if saved.get("init_lora_weights") not in _UNCHANGED_BASE and not trained:
+        problem = f"init_lora_weights={saved['init_lora_weights']}, which changes the base that it belongs to"
+        raise ConfigError(_unmergeable(source, f"its {ADAPTER_CONFIG} says {problem}; save it converted by peft"))
     if method == "full":
         return fixed, {}
     targets = saved["target_modules"]

@@ -35,6 +35,11 @@ def test_noise_is_uniform_and_of_the_size_of_the_paper() -> None:
     assert neighbours.abs() < 0.01
 
 
+@pytest.mark.filterwarnings("error")
+def test_no_step_warns_of_an_overflow() -> None:
+    NoiseRule(5.0, 2**32 - 1).keys(10**9, np.arange(4, dtype=np.int32), np.arange(4))
+
+
 def test_every_part_of_the_key_makes_other_noise() -> None:
     first = of_document(1, 6, 8)
     others = [of_document(2, 6, 8), of_document(1, 6, 8, step=4), of_document(1, 6, 8, seed=8), first.flip(0)]

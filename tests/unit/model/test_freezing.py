@@ -108,3 +108,9 @@ def test_what_freezes_the_student_does_not_freeze_its_teacher() -> None:
     assert teacher_config(config).freeze == []
     adapted = build({**options, "method": "lora", "use_dora": True, "lora_rank_pattern": "q_proj=4"})
     assert (teacher_config(adapted).use_dora, teacher_config(adapted).lora_rank_pattern) == (False, {})
+
+
+def test_embeddings_of_new_tokens_are_not_frozen() -> None:
+    with pytest.raises(ConfigError, match="freeze=embed_tokens with new_tokens=<a>.*never be trained"):
+        build_unread(config("embed_tokens", new_tokens="<a>"))
+    build_unread(config("layers.0", new_tokens="<a>"))
