@@ -42,7 +42,8 @@ def set_initial_adapter(checkpoints: Checkpoints, folder: Path | None, loss: Los
 
 def _computed(loss: LossModule, ranks: Ranks) -> Factors:
     """The factors of every adapted weight, each computed on one of the ranks and sent to all. Collective."""
-    parts, error, own = list(adapted(loss.model)), None, dict[int, Any]()
+    parts, own = list(adapted(loss.model)), dict[int, list[torch.Tensor]]()
+    error: Exception | None = None
     try:  # each rank computes all of its own before any is sent, so that none waits for another
         for number in range(ranks.rank, len(parts), ranks.world):
             own[number] = principal_factors(parts[number], loss.stored)

@@ -62,8 +62,8 @@ def _files_at(url: str, split: str, option: str) -> tuple[list[DataFile], list[s
         return [_file_at(url, url.partition("?")[0], option)], []
     with explained(url, option):
         fs, path = file_system(url)
-        found = fs.glob(path, detail=True).items()
-    paths = [name for name, details in found if details.get("type") != "directory"]
+        matched = fs.glob(path, detail=True).items()
+    paths = [name for name, details in matched if details.get("type") != "directory"]
     if not paths:
         raise ConfigError.about(option, url, "matches no file", "check the pattern")
     root = os.path.commonpath([os.path.dirname(name) for name in paths])

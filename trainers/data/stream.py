@@ -237,7 +237,7 @@ class Stream:
             return
         options = options_of(self.config, self._encoder)
         processes = max(1, min(len(numbers), self.config.dataset_num_proc or cores()))
-        name, kept = self.config.model_name_or_path, {self._path(shard) for shard in keep}
+        name, keep_folders = self.config.model_name_or_path, {self._path(shard) for shard in keep}
         total = sum(self.shards[number].rows for number in numbers)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -254,7 +254,7 @@ class Stream:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
                         self._publish(number, task, report)
-                        _make_room(self.folder.parent, self.limit, kept)
+                        _make_room(self.folder.parent, self.limit, keep_folders)
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(

@@ -49,7 +49,7 @@ FORCE = "continue anyway with --force (trainers/train.py: --force_resume true)"
 LENGTH = ("max_steps", "num_train_epochs")
 """Options for the length of a run; they may change if the learning rates so far do not depend on the length, and
 not within the steps that are sampled at once, of which the last ones of a run may have been left out."""
-LATER_OPTIONS = {
+LATER_OPTIONS: dict[str, Any] = {
     "ema_decay": None, "new_tokens": [], "pad_vocab_to_multiple_of": None, "lora_target_parameters": [],
     "init_lora_weights": "default", "neftune_noise_alpha": 0.0, "dataset_streaming": False,
     "embedding_learning_rate": None,

@@ -111,6 +111,6 @@ def test_what_freezes_the_student_does_not_freeze_its_teacher() -> None:
 
 
 def test_embeddings_of_new_tokens_are_not_frozen() -> None:
-    with pytest.raises(ConfigError, match="freeze=embed_tokens with new_tokens=<a>.*never be trained"):
+    with pytest.raises(ConfigError, match=r"freeze=embed_tokens with new_tokens=<a>.*never be trained"):
         build_unread(config("embed_tokens", new_tokens="<a>"))
     build_unread(config("layers.0", new_tokens="<a>"))
