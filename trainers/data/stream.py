@@ -239,6 +239,7 @@ class Stream:
         processes = max(1, min(len(numbers), self.config.dataset_num_proc or cores()))
         name, keep_folders = self.config.model_name_or_path, {self._path(shard) for shard in keep}
         total = sum(self.shards[number].rows for number in numbers)
+        used = _make_room(self.folder.parent, self.limit, keep_folders)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for leftover in self.folder.glob("tmp-*"):  # of a killed run: the caller holds the lock
@@ -254,7 +255,9 @@ class Stream:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
                         self._publish(number, task, report)
-                        _make_room(self.folder.parent, self.limit, keep_folders)
+                        used += _bytes_of(self._path(number))
+                        if used > self.limit:
+                            used = _make_room(self.folder.parent, self.limit, keep_folders)
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(
@@ -290,23 +293,28 @@ class Stream:
             writer.discard()
 
 
-def _make_room(streams: Path, limit: int, keep: set[Path]) -> None:
-    """Removes the shards of all streams that were used least recently, until the others fit; never those to keep.
+def _make_room(streams: Path, limit: int, keep: set[Path]) -> int:
+    """Removes the shards of all streams that were used least recently, if they take more than the limit.
+
+    A tenth of it is left free then, so that not every further shard needs a look at all of them.
 
     Args:
         streams: the folder of all streams.
         limit: bytes.
-        keep: folders of shards.
+        keep: folders of shards that are not removed.
+
+    Returns:
+        Bytes of the shards that are left.
     """
     folders = [path for path in streams.glob("*/[0-9]*") if path.suffix == "" and path.is_dir()]
     sizes = {path: _bytes_of(path) for path in folders}
     used = sum(sizes.values())
-    for path in sorted(folders, key=_used_at):
-        if used <= limit:
-            return
-        if path not in keep:
-            shutil.rmtree(path, ignore_errors=True)
-            used -= sizes[path]
+    if used > limit:
+        for path in sorted(folders, key=_used_at):
+            if path not in keep and used > 0.9 * limit:
+                shutil.rmtree(path, ignore_errors=True)
+                used -= sizes[path]
+    return used
 
 
 def _sha256(values: list[Any]) -> str:
