@@ -139,7 +139,7 @@ def test_each_model_comes_in_each_method() -> None:
     assert len(PUBLISHED) == 39
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
     assert set(NAMES) - set(HUB_NAMES) == {
-        f"tiny-{name}" for name in ("full", "lora", "dpo", "kto", "distill", "reward", "grpo")
+        f"tiny-{name}" for name in ("full", "lora", "dpo", "kto", "distill", "reward", "grpo", "pretrain")
     }
     models = [model_of(name) for name in NAMES]
     assert models == sorted(models)

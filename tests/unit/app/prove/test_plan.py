@@ -134,7 +134,7 @@ def test_a_smaller_micro_batch_is_announced() -> None:
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ("tiny-lroa", "there are full, lora, dpo, kto, distill, reward and grpo"),
+        ("tiny-lroa", "there are full, lora, dpo, kto, distill, reward, grpo and pretrain"),
         ("--steps 0", "steps='0'"),
         ("--steps many", "steps='many'"),
         ("--layers x", "layers='x'"),
