@@ -120,7 +120,10 @@ def test_a_batch_that_does_not_divide_is_not_possible() -> None:
     ("words", "parts"),
     [
         ("", ["model_name_or_path is missing", "dataset_name is missing"]),
-        ("tiny-lroa", ["tiny has no method 'lroa'; there are full, lora, dpo, kto, distill, reward, grpo and pretrain"]),
+        (
+            "tiny-lroa",
+            ["tiny has no method 'lroa'; there are full, lora, dpo, kto, distill, reward, grpo and pretrain"],
+        ),
         ("tiny-lora --seed", ["--seed"]),
         ("tiny-lora --learning_rte 1", ["did you mean learning_rate?"]),
         ("tiny-lora --turn 3 --nonsense 1", ["did you mean turns?", "`tunesmith bench --help` lists"]),
