@@ -92,7 +92,7 @@ def _kind(path: str, label: str, option: str) -> str:
     if suffix not in KINDS or KINDS[suffix] == "arrow":
         known = ", ".join(KINDS)
         raise ConfigError(f"{option}: {label} ends in {suffix or 'nothing'!r}, and files are read in place if they end "
-                          f"in one of {known}; leave out dataset_streaming, or convert it")  # fmt: skip
+                          f"in one of {known}; name such a file or a pattern, or leave out dataset_streaming")  # fmt: skip
     return KINDS[suffix]
 
 

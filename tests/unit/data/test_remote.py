@@ -212,7 +212,7 @@ def test_files_in_a_bucket_are_read_in_place(hub: FakeHub, tmp_path: Path, monke
             files, left_out = remote.files_in_place(configured(url, tmp_path / "cache"))
             assert [file.path for file in files] == [f"s3://data/set/{name}" for name in names]
             assert left_out == others
-        with pytest.raises(ConfigError, match="s3://data/set is a folder"):
+        with pytest.raises(ConfigError, match="name such a file or a pattern"):
             remote.files_in_place(configured("s3://data/set", tmp_path / "cache"))
         there = first_documents(configured("s3://data/set/train.parquet", tmp_path / "there"))
         assert there == first_documents(configured(str(hub.folder / "rows/data/train.parquet"), tmp_path / "local"))
