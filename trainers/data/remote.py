@@ -91,8 +91,9 @@ def _kind(path: str, label: str, option: str) -> str:
     suffix = PurePosixPath(path).suffix.lower()
     if suffix not in KINDS or KINDS[suffix] == "arrow":
         known = ", ".join(KINDS)
-        raise ConfigError(f"{option}: {label} ends in {suffix or 'nothing'!r}, and files are read in place if they end "
-                          f"in one of {known}; name such a file or a pattern, or leave out dataset_streaming")  # fmt: skip
+        raise ConfigError(f"{option}: {label} ends in {suffix or 'nothing'!r}, and files are read in place if they "
+                          f"end in one of {known}; name such a file or a pattern, or leave out "
+                          "dataset_streaming")  # fmt: skip
     return KINDS[suffix]
 
 
