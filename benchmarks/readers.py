@@ -106,8 +106,8 @@ def measured(side: str, kind: str, path: Path) -> dict[str, float]:
     watcher.join()
     if child.returncode != 0:
         raise SystemExit(f"the measurement ended with {child.returncode}")
-    found: dict[str, float] = json.loads(output.splitlines()[-1])
-    return {"rate": found["rate"], "mib": max(0.0, peak - found["before_mib"])}
+    measured_now: dict[str, float] = json.loads(output.splitlines()[-1])
+    return {"rate": measured_now["rate"], "mib": max(0.0, peak - measured_now["before_mib"])}
 
 
 def measured_here(side: str, kind: str, path: Path) -> dict[str, float]:

@@ -45,11 +45,11 @@ class Alone:
 def write_text(path: Path, megabytes: int) -> Path:
     """Writes rows of 400 words each."""
     rng = random.Random(0)
-    words = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(2000)]
+    vocabulary = ["".join(rng.choices("abcdefghijklmnop", k=rng.randint(2, 8))) for _ in range(2000)]
     with path.open("w", encoding="utf-8") as file:
         while file.tell() < megabytes * 1_000_000:
             for _ in range(100):
-                file.write(json.dumps({"text": " ".join(rng.choices(words, k=400))}) + "\n")
+                file.write(json.dumps({"text": " ".join(rng.choices(vocabulary, k=400))}) + "\n")
     return path
 
 

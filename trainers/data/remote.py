@@ -114,12 +114,18 @@ def version_of(file: DataFile) -> tuple[int, str]:
 
 
 def open_file(file: DataFile, end: int | None = None) -> BinaryIO:
-    """A data file for reading up to `end` or its own end, wherever it lies.
+    """A data file for reading, wherever it lies; of a remote one, no byte from `end` on is fetched.
 
     Raises:
         OSError: if it cannot be read.
     """
     return io.BufferedReader(RemoteFile(file, end), _BLOCK) if is_url(file.path) else open(file.path, "rb")
+
+
+def _is_final(error: Exception) -> bool:
+    """Whether the same request would fail again: what is missing or forbidden, or a server that sends no ranges."""
+    refused = getattr(error, "status", None) in (401, 403, 404, 410, 416)
+    return refused or isinstance(error, FileNotFoundError | PermissionError | ValueError)
 
 
 class RemoteFile(io.RawIOBase):
@@ -142,10 +148,8 @@ class RemoteFile(io.RawIOBase):
         for wait in (*_WAITS, None):
             try:
                 return request()
-            except FileNotFoundError:
-                raise
             except Exception as error:  # each file system has errors of its own
-                if wait is None:
+                if wait is None or _is_final(error):
                     raise OSError(without_secrets(str(error) or type(error).__name__)) from None
                 time.sleep(wait)
 

@@ -220,12 +220,17 @@ class StreamPlan(TrainPlan):
             self._read = {known: reading for known, reading in self._read.items() if known >= window}
 
 
+def _is_outage(error: Exception) -> bool:
+    """Whether a file could not be read, as against what its rows hold."""
+    return any(text in str(error) for text in ("cannot read ", "cannot be downloaded"))
+
+
 def _refuse_difference(
     window: Window, outcomes: list[tuple[str, str | None]], error: Exception | None, is_remote: bool
 ) -> None:
     """Raises on every rank, unless all ranks read the same documents of a window."""
     problems = {problem for _, problem in outcomes}
-    if error is not None and len(problems) == 1 and not (is_remote and "cannot read" in str(error)):
+    if error is not None and len(problems) == 1 and not (is_remote and _is_outage(error)):
         raise error
     name = f"window {window.number + 1} of epoch {window.epoch + 1}"
     failed = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem is not None]
