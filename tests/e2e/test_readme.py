@@ -44,7 +44,7 @@ def test_the_pages_have_these_commands() -> None:
         "doctor", "sweep",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
-    assert len(ELSEWHERE) == 2
+    assert len(ELSEWHERE) == 3
     assert all("qwen3" in line or "smollm2" in line for line in ELSEWHERE), "the others can be run here"
 
 

@@ -200,23 +200,23 @@ def test_files_in_a_bucket_are_read_in_place(hub: FakeHub, tmp_path: Path, monke
         for name, value in values.items():
             monkeypatch.setenv(name, value)
         bucket = s3fs.S3FileSystem(skip_instance_cache=True)
-        bucket.mkdir("data")
+        bucket.mkdir("streamed")
         for name in ("train.parquet", "rows.jsonl"):
-            bucket.put(str(hub.folder / "rows" / "data" / name), f"data/set/{name}")
-        bucket.put(str(hub.folder / "rows" / "data" / "rows.jsonl"), "data/set/test.jsonl")
+            bucket.put(str(hub.folder / "rows" / "data" / name), f"streamed/set/{name}")
+        bucket.put(str(hub.folder / "rows" / "data" / "rows.jsonl"), "streamed/set/test.jsonl")
         for url, names, others in (
-            ("s3://data/set/train.parquet", ["train.parquet"], []),
-            ("s3://data/set/r*.jsonl", ["rows.jsonl"], []),
-            ("s3://data/s?t/*", ["rows.jsonl", "train.parquet"], ["test.jsonl (split test)"]),
+            ("s3://streamed/set/train.parquet", ["train.parquet"], []),
+            ("s3://streamed/set/r*.jsonl", ["rows.jsonl"], []),
+            ("s3://streamed/s?t/*", ["rows.jsonl", "train.parquet"], ["test.jsonl (split test)"]),
         ):
             files, left_out = remote.files_in_place(configured(url, tmp_path / "cache"))
-            assert [file.path for file in files] == [f"s3://data/set/{name}" for name in names]
+            assert [file.path for file in files] == [f"s3://streamed/set/{name}" for name in names]
             assert left_out == others
         with pytest.raises(ConfigError, match="name such a file or a pattern"):
-            remote.files_in_place(configured("s3://data/set", tmp_path / "cache"))
-        there = first_documents(configured("s3://data/set/train.parquet", tmp_path / "there"))
+            remote.files_in_place(configured("s3://streamed/set", tmp_path / "cache"))
+        there = first_documents(configured("s3://streamed/set/train.parquet", tmp_path / "there"))
         assert there == first_documents(configured(str(hub.folder / "rows/data/train.parquet"), tmp_path / "local"))
         with pytest.raises(ConfigError, match="does not exist"):
-            remote.files_in_place(configured("s3://data/none.jsonl", tmp_path / "cache"))
+            remote.files_in_place(configured("s3://streamed/none.jsonl", tmp_path / "cache"))
     finally:
         server.stop()
