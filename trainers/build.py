@@ -395,8 +395,8 @@ def load_first_weights(
         from trainers.model.adapter import load_start  # imports peft, which other runs do without
 
         load_start(config, loss.model)
-    if config.method != "full" and config.init_lora_weights == "pissa":
-        set_initial_adapter(checkpoints, folder, loss)
+    if config.method != "full" and config.init_lora_weights != "default":
+        set_initial_adapter(config.init_lora_weights, checkpoints, folder, loss)
     return progress
 
 

@@ -1,4 +1,4 @@
-"""Sets the first weights of PiSSA's adapters: computed by all ranks together, or those of a checkpoint."""
+"""Sets the first weights of the adapters of PiSSA and LoftQ: computed by all ranks together, or a checkpoint's."""
 
 from __future__ import annotations
 
@@ -9,15 +9,25 @@ import torch
 from torch import distributed
 
 from trainers.checkpoint.checkpoint import Checkpoints
-from trainers.model.principal import PREFIX, Factors, adapted, begin_principal, leave_residual, principal_factors
+from trainers.model.principal import (
+    FACTORS,
+    PREFIX,
+    Factors,
+    begin_principal,
+    beginning,
+    leave_residual,
+)
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel.ranks import Ranks
 
 
-def set_initial_adapter(checkpoints: Checkpoints, folder: Path | None, loss: LossModule) -> None:
-    """Begins adapters with the singular vectors of their weights, of which the base keeps the residual. Collective.
+def set_initial_adapter(start: str, checkpoints: Checkpoints, folder: Path | None, loss: LossModule) -> None:
+    """Begins adapters with singular vectors: of their weights, of which the base keeps the residual, or of its error.
+
+    Collective.
 
     Args:
+        start: `pissa` or `loftq`; adapters of the latter fit the base as it is, and are in any checkpoint.
         checkpoints: the run's checkpoints, which hold the first adapters.
         folder: the checkpoint that the run resumes from; None for a new run.
         loss: holds the unwrapped model, with the weights of that checkpoint.
@@ -28,25 +38,26 @@ def set_initial_adapter(checkpoints: Checkpoints, folder: Path | None, loss: Los
     ranks = checkpoints.ranks
     if folder is None:
         began = time.perf_counter()
-        factors = _computed(loss, ranks)
+        factors = _computed(start, loss, ranks)
         begin_principal(loss.model, factors)
         if ranks.is_main:
             seconds = time.perf_counter() - began
-            print(f"pissa: singular vectors of {len(factors) // 2} weights in {seconds:.1f} s", flush=True)
-    else:
+            print(f"{start}: singular vectors of {len(factors) // 2} weights in {seconds:.1f} s", flush=True)
+    elif start == "pissa":
         saved = checkpoints.extra_tensors(folder)
         factors = {name: tensor for name, tensor in saved.items() if name.startswith(PREFIX)}
-    checkpoints.extra |= factors
-    leave_residual(loss.model, loss.stored, factors)
+    if start == "pissa":
+        checkpoints.extra |= factors
+        leave_residual(loss.model, loss.stored, factors)
 
 
-def _computed(loss: LossModule, ranks: Ranks) -> Factors:
+def _computed(start: str, loss: LossModule, ranks: Ranks) -> Factors:
     """The factors of every adapted weight, each computed on one of the ranks and sent to all. Collective."""
-    parts, own = list(adapted(loss.model)), dict[int, list[torch.Tensor]]()
+    parts, own = list(beginning(start, loss.model, loss.stored)), dict[int, list[torch.Tensor]]()
     error: Exception | None = None
     try:  # each rank computes all of its own before any is sent, so that none waits for another
         for number in range(ranks.rank, len(parts), ranks.world):
-            own[number] = principal_factors(parts[number], loss.stored)
+            own[number] = FACTORS[start](parts[number], loss.stored)
             if not all(tensor.isfinite().all() for tensor in own[number]):
                 raise ValueError(f"{parts[number].name} has infinite or undefined weights")
     except Exception as problem:

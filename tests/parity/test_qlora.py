@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_4bit
 from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from peft.utils import loftq_utils
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 
-from tests.launching import Finished
+from tests.launching import Finished, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume, reference, resumed, same_bits, stock_loss
-from tests.parity.runs import curve, long, mostly_long, run
+from tests.parity.runs import config, curve, long, mostly_long, options, run
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.quantization import four_bit_layers
@@ -45,6 +47,37 @@ def four_bit_reference(packing: bool) -> plain.Curve:
 def sharded(strategy: str, again: int = 0) -> Finished:
     processes = load_strategy(strategy).num_processes
     return run(processes, "qlora", True, strategy, again, per_device_train_batch_size=4 // processes)
+
+
+def with_error(settings: TrainConfig) -> Any:
+    """peft's LoftQ, which names CUDA as the device of its one difference."""
+    model = stock(settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loftq_utils, "_loftq_init_new", _begin_on_the_cpu)
+        loftq_utils.replace_lora_weights_loftq(model, str(BASE_DIR))
+    return model
+
+
+def _begin_on_the_cpu(packed: Any, weight: torch.Tensor, num_bits: int, reduced_rank: int) -> tuple[Any, Any]:
+    error = weight.float() - dequantize_4bit(packed.data, packed.quant_state)
+    parts = loftq_utils._low_rank_decomposition(error, reduced_rank)
+    return parts["R"], parts["L"]
+
+
+LOFTQ = {"init_lora_weights": "loftq", "lora_r": 16, "lora_alpha": 16}
+
+
+@pytest.mark.parametrize("strategy", mostly_long(["single", "fsdp2", "zero2"], ["fsdp2"]))
+def test_adapters_that_begin_as_the_rounding_error_are_those_of_peft(strategy: str, tmp_path: Path) -> None:
+    settings = config("qlora", True, **LOFTQ)
+    finished = run(1 if strategy == "single" else 2, "qlora", True, strategy, **LOFTQ)
+    assert curve(finished).agrees(plain.train(settings, build=with_error))
+    assert not curve(finished).agrees(plain.train(settings, build=stock)), "control: adapters that begin at nothing"
+    again = launch_well(
+        tmp_path / "again", 1 if strategy == "single" else 2,
+        options("qlora", True, **LOFTQ) | {"resume_from_checkpoint": finished.checkpoints[0]}, strategy=strategy,
+    )  # fmt: skip
+    assert equal_after_resume(finished, again)
 
 
 EACH = [(processes, packing) for processes in (1, 2) for packing in (True, False)]

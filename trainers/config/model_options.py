@@ -74,8 +74,8 @@ class MethodOptions(OptionGroup):
     """Stacked weights that get adapters too, as experts have them: `experts.gate_up_proj`."""
     modules_to_save: Names = option("method", [])
     """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
-    init_lora_weights: Literal["default", "pissa"] = option("method", "default")
-    """First weights of adapters: A random and B 0, or the weight's largest singular vectors (PiSSA)."""
+    init_lora_weights: Literal["default", "pissa", "loftq"] = option("method", "default")
+    """First weights of adapters: random, the weight's singular vectors (PiSSA), or the rounding error's (LoftQ)."""
     neftune_noise_alpha: float = option("method", 0.0, ge=0, le=10**4)
     """NEFTune: uniform noise on embeddings, up to alpha / sqrt(tokens x channels); 5 is usual."""
     use_rslora: bool = option("method", False)

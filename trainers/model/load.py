@@ -315,12 +315,14 @@ def build_unread(config: TrainConfig) -> tuple[nn.Module, dict[str, Source]]:
     """
     model_config = load_model_config(config)
     if why := _whole_reason(config, model_config):
+        _refuse_unknown_error(config, why)
         _say(f"every process loads the whole model: {why}")
         return build_model(config), {}
     left = LeftInFiles()
     base = _load_base(config, copy.deepcopy(model_config), left)
     if (sources := left.sources(base)) is None:
-        _say("every process loads the whole model: it is unknown where some of its weights come from")
+        _refuse_unknown_error(config, why := "it is unknown where some of its weights come from")
+        _say(f"every process loads the whole model: {why}")
         del base
         return build_model(config), {}
     for line in grow_vocabulary(config, base, sources):
@@ -344,6 +346,13 @@ def _whole_reason(config: TrainConfig, model_config: Any) -> str | None:
     if config.method == "full" and adapter_of(config):
         return "an adapter is merged into it"
     return "its code is its own" if own_code(config, model_config) else None
+
+
+def _refuse_unknown_error(config: TrainConfig, why: str) -> None:
+    """Raises ConfigError if adapters are to begin with what quantization takes from weights that are loaded whole."""
+    if config.method == "qlora" and config.init_lora_weights == "loftq":
+        problem = f"compares the weights in the files with those in 4 bits, and the model is loaded whole: {why}"
+        raise ConfigError.about("init_lora_weights", "loftq", problem, "use default")
 
 
 def use_checkpointing(base: PreTrainedModel, config: TrainConfig) -> None:

@@ -3,6 +3,9 @@
 The base keeps the residual, so that both together are the weight. The factors `B A` of each weight are computed once,
 before the first step, and checkpoints hold them: singular vectors have no sign of their own, and another machine might
 compute others. The residual is never stored: it is subtracted wherever the weight is read.
+
+LoftQ (https://arxiv.org/abs/2310.08659): adapters of a base in 4 bits begin as the largest singular vectors of what
+quantisation took from the weight. The base stays as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from torch import nn
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.model.quantization import QuantisedTensor
 from trainers.model.stored import Source
 from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -114,7 +118,30 @@ def principal_factors(part: Adapted, stored: Mapping[str, Source]) -> list[torch
         stored: where weights on the meta device are to be read from.
     """
     matrix = stored[part.stored].mapped() if part.weight.is_meta else part.weight.detach()
-    matrix, rank = matrix.t() if _transposed(part) else matrix, part.layer.r["default"]
+    return _factored(matrix.t() if _transposed(part) else matrix, part)
+
+
+def error_factors(part: Adapted, stored: Mapping[str, Source]) -> list[torch.Tensor]:
+    """One iteration of LoftQ, as peft's `replace_lora_weights_loftq`; the arguments are those of `principal_factors`.
+
+    peft leaves out the scaling, so that its adapters are the error where that is 1.
+    """
+    source = stored[part.stored]
+    assert isinstance(source, QuantisedTensor)  # see `beginning`
+    return _factored(source.error(), part)
+
+
+def beginning(start: str, model: nn.Module, stored: Mapping[str, Source]) -> list[Adapted]:
+    """The modules whose adapters begin as singular vectors: with `loftq`, only those in 4 bits, as in peft."""
+    parts = adapted(model)
+    return [part for part in parts if start == "pissa" or isinstance(stored.get(part.stored), QuantisedTensor)]
+
+
+FACTORS = {"pissa": principal_factors, "loftq": error_factors}
+
+
+def _factored(matrix: torch.Tensor, part: Adapted) -> list[torch.Tensor]:
+    rank = part.layer.r["default"]
     left, values, right = torch.linalg.svd(matrix.float(), full_matrices=False)
     roots = torch.sqrt(values[:rank] / part.scaling)
     return [torch.diag(roots) @ right[:rank], left[:, :rank] @ torch.diag(roots)]
@@ -122,16 +149,16 @@ def principal_factors(part: Adapted, stored: Mapping[str, Source]) -> list[torch
 
 def refuse_without_vectors(config: TrainConfig, model: nn.Module) -> None:
     """Raises ConfigError if an adapter has a higher rank than its weight, or is on an embedding."""
-    if config.init_lora_weights != "pissa":
+    if config.init_lora_weights == "default":
         return
     for part in adapted(model):
-        most = min(part.weight.shape)
+        most = min(part.layer.in_features, part.layer.out_features)  # a weight in 4 bits has another shape
         if part.layer.r["default"] > most:
             problem = f"is more than the {most} singular vectors of {part.name.removeprefix('base_model.model.')}"
             remedy = "use a lower rank, or init_lora_weights=default"
             raise ConfigError.about("lora_r", part.layer.r["default"], problem, remedy)
     if embeddings := [name for name, layer in model.named_modules() if getattr(layer, "lora_embedding_A", None)]:
-        problem = "is an embedding, whose adapters init_lora_weights=pissa does not begin"
+        problem = "is an embedding, whose adapters do not begin as singular vectors"
         raise ConfigError.about("lora_target_modules", embeddings[0].rpartition(".")[2], problem, "leave it out")
 
 
@@ -139,6 +166,8 @@ def refuse_without_vectors(config: TrainConfig, model: nn.Module) -> None:
 def begin_principal(model: nn.Module, factors: Factors) -> None:
     """Sets the adapters of a model to their first weights."""
     for part in adapted(model):
+        if f"{PREFIX}{part.name}.lora_A" not in factors:
+            continue
         a, b = part.factors(factors)
         part.layer.lora_A["default"].weight.copy_(a)
         part.layer.lora_B["default"].weight.copy_(b)

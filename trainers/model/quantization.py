@@ -214,6 +214,13 @@ class QuantisedTensor:
         self.layer.quant_state = state
         return torch.cat([packed for packed, _ in pieces])
 
+    def error(self) -> torch.Tensor:
+        """What quantisation takes from the weight, in fp32."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        packed = self.mapped()
+        return self.source.mapped().float() - dequantize_4bit(packed, self.layer.quant_state).float()
+
     def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
         """Fills a tensor with a part of the quantised weight, and puts the scales of all of it onto the same device."""
         target.detach().copy_(self.mapped()[part])

@@ -92,6 +92,11 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
                 ({"export_dtype": "bfloat16"}, "export_dtype=bfloat16, which would round away"),
             )
         ),
+        ({"init_lora_weights": "loftq", "method": "lora"}, "init_lora_weights=loftq with method=lora, whose base"),
+        (
+            {"init_lora_weights": "loftq", "method": "qlora", "objective": "grpo", "beta": 0.1},
+            "init_lora_weights=loftq with a penalty of the KL divergence",
+        ),
         ({"neftune_noise_alpha": 5, "objective": "dpo"}, "neftune_noise_alpha=5.0 with objective=dpo: noise was tried"),
         ({"neftune_noise_alpha": -1}, "neftune_noise_alpha=-1 is refused"),
         ({"load_in_8bit": True}, "load_in_8bit is not offered: LLM.int8 rounds the inputs of a layer too"),
