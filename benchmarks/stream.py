@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +95,10 @@ def streamed_here(data: Path, cache: Path, limit: int, window: int) -> dict[str,
 
 def _size_of(folder: Path) -> int:
     total = 0
-    for file in folder.rglob("*"):
-        try:
-            total += file.stat().st_size if file.is_file() else 0
-        except OSError:  # removed meanwhile
-            continue
+    for place, _, names in os.walk(folder):  # which passes over folders that are removed meanwhile
+        for name in names:
+            with suppress(OSError):
+                total += os.path.getsize(os.path.join(place, name))
     return total
 
 
@@ -156,14 +157,15 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=1000)
     parser.add_argument("--limit", type=int, default=100, help="MiB")
     parser.add_argument("--window", type=int, default=5000, help="rows")
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--turns", type=int, default=TURNS, help="0 for the first table alone")
     parser.add_argument("--here", type=Path, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.here:
         print(json.dumps(streamed_here(*args.here, args.limit, args.window)))
         return
     epoch_table(args.megabytes, args.limit, args.window)
-    wait_table(args.turns)
+    if args.turns:
+        wait_table(args.turns)
 
 
 if __name__ == "__main__":

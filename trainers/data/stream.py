@@ -236,10 +236,12 @@ class Stream:
         if not numbers:
             return
         options = options_of(self.config, self._encoder)
-        processes = max(1, min(len(numbers), self.config.dataset_num_proc or cores()))
+        processes = self._processes(len(numbers))
         name, keep_folders = self.config.model_name_or_path, {self._path(shard) for shard in keep}
         total = sum(self.shards[number].rows for number in numbers)
-        used = _make_room(self.folder.parent, self.limit, keep_folders)
+        known = [self._path(number) for number in keep] or list(self.folder.glob("[0-9]*"))
+        limit = self.limit - (processes + 1) * max(map(_bytes_of, known), default=0)  # those that are being written
+        used = _make_room(self.folder.parent, limit, keep_folders)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for leftover in self.folder.glob("tmp-*"):  # of a killed run: the caller holds the lock
@@ -256,17 +258,21 @@ class Stream:
                     for number, (task, report) in zip(numbers, done, strict=True):
                         self._publish(number, task, report)
                         used += _bytes_of(self._path(number))
-                        if used > self.limit:
-                            used = _make_room(self.folder.parent, self.limit, keep_folders)
+                        if used > limit:
+                            used = _make_room(self.folder.parent, limit, keep_folders)
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(
                 f"cannot write tokenized data to {self.folder}: {reason}; free space there, or set cache_dir"
             ) from None
 
+    def _processes(self, shards: int) -> int:
+        return max(1, min(shards, self.config.dataset_num_proc or cores()))
+
     def _refuse_small_cache(self, first: list[Path]) -> None:
         """Raises ConfigError if the cache does not hold the window in use and the one after it, by the first one."""
-        needed = 2 * sum(map(_bytes_of, first))
+        sizes = [_bytes_of(path) for path in first]
+        needed = 2 * sum(sizes) + (self._processes(len(first)) + 1) * max(sizes, default=0)
         if needed > self.limit:
             problem = (
                 f"MiB do not hold two windows of streaming_window={self.config.streaming_window:,} rows "
