@@ -87,6 +87,14 @@ def bench(args: Raw = None) -> int:
     return bench_verb(args or [])
 
 
+@app.command("eval", context_settings=RAW)
+def evaluate(args: Raw = None) -> int:
+    """Compare models on the same rows: losses, answers and metrics, with a paired test."""
+    from app.eval.command import eval_verb
+
+    return eval_verb(args or [])
+
+
 @app.command(context_settings=RAW)
 def sweep(args: Raw = None) -> int:
     """Train with several values of some options in the queue of this machine, and compare the results."""

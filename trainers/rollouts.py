@@ -31,8 +31,9 @@ from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, pr
 from trainers.data.rows import Rows
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.data.training_template import stop_token_ids
+from trainers.generation import Generation, generate
 from trainers.monitor.heartbeat import LONG_LIMIT
-from trainers.objectives.sampling import Sampled, SampleRequest, uniforms
+from trainers.objectives.sampling import Sampled, uniforms
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.rewards.process import RewardProcess
@@ -251,26 +252,11 @@ class Sampler:
                 [log_probs for part in parts for log_probs in part.log_probs],
                 [ended for part in parts for ended in part.ended],
             )
-        size, world, rank = self.config.per_device_eval_batch_size, self.mesh.sizes.data, self.mesh.data_rank
-        own: list[tuple[int, np.ndarray, np.ndarray, bool]] = []
-        self.backend.model.eval()
-        for start in range(0, len(prompts), size * world):
-            beat("sampling", allowed=LONG_LIMIT)
-            numbers = np.arange(start + rank, min(start + size * world, len(prompts)), world)
-            own_numbers = numbers if len(numbers) else np.zeros(1, dtype=np.int64)  # every rank must do the same passes
-            request = SampleRequest(
-                [prompts[number] for number in own_numbers.tolist()], None if randoms is None else randoms[own_numbers],
-                1.0 if randoms is None else self.config.temperature, self.config.max_completion_length, self.stops,
-                self.stops[0], self.ranks.world > 1,
-            )  # fmt: skip
-            answers = self.backend.sample(request)
-            own += list(zip(numbers.tolist(), answers.tokens, answers.log_probs, answers.ended, strict=False))
-        self.backend.model.train()
-        everyone = sorted(
-            (entry for entries in self.ranks.gather(own) for entry in entries), key=lambda entry: entry[0]
+        config = self.config
+        settings = Generation(
+            config.per_device_eval_batch_size, config.max_completion_length, self.stops, config.temperature
         )
-        _, tokens, log_probs, ended = zip(*everyone, strict=True)
-        return Sampled(list(tokens), list(log_probs), list(ended))
+        return generate(self.backend, self.mesh, self.ranks, prompts, settings, beat, randoms)
 
     def _rewarded(self, numbers: np.ndarray, prompts: Sequence[Prompt], answers: Sampled) -> RecordedStep:
         """The answers with their rewards, which the first rank computes."""

@@ -61,6 +61,7 @@ from trainers.run.launch import (
     write_run_files,
 )
 from trainers.run.log import start_tee
+from trainers.run.manifest import Progress
 from trainers.run.torchrun import refuse_fresh_restart
 from trainers.strategy.mesh import Mesh
 from trainers.strategy.micro_batch import OPTION, fit_micro_batch, micro_batch_line
@@ -238,8 +239,7 @@ def train(
     with gc_paused():
         from trainers import build
         from trainers.checkpoint.weights import base_digest, persistent_buffers
-        from trainers.data.prepare import prepare, report_lines
-        from trainers.loop import TrainLoop
+        from trainers.data.prepare import prepare_splits, report_lines
         from trainers.model.sizes import used_matmul_parameters
         from trainers.monitor.heartbeat import Heartbeat
         from trainers.monitor.metrics import memory_gib
@@ -248,13 +248,11 @@ def train(
         from trainers.monitor.self_check import compare, refuse_differences, table
         from trainers.monitor.stragglers import Stragglers
         from trainers.parallel.sequence import sequence_shard
-        from trainers.reference import set_reference
     from trainers.step import TrainContext
 
     CLOCK.ended("imports")
     # Tokenise before creating the process group: a collective would time out while one rank tokenises.
-    data = prepare(config, "train")
-    eval_data = prepare(config, "eval") if config.has_evaluation() else None
+    data, eval_data = prepare_splits(config)
     shard = sequence_shard(Mesh(strategy.sizes, rank_of_environment()))
     plan = plan_training(config, data, strategy.data_parallel_size, shard)
     CLOCK.ended("data")
@@ -276,8 +274,8 @@ def train(
     lines = compare(strategy, config, accelerator, mesh, backend, loss, dtypes)
     by_rank = ranks.gather((memory, memory_gib(ranks.device)))
     if main_rank:
-        print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}\n{describe_plan(plan)}")
-        print(*notes, *report_lines(data, eval_data), *choice_lines(config), *pipeline_lines(config, strategy),
+        print(f"run {run.path}\n{table(lines, ranks, backend, dtypes, by_rank)}", describe_plan(plan), *notes,
+              *report_lines(data, eval_data), *choice_lines(config), *pipeline_lines(config, strategy),
               *warnings(config, strategy, launch.supervised), sep="\n", flush=True)  # fmt: skip
     refuse_differences(lines, ranks)
     CLOCK.ended("wrap")
@@ -297,17 +295,44 @@ def train(
         profiler=StepProfiler(config, run, ranks.rank),
     )  # fmt: skip
     with contextlib.closing(context.heartbeat):
-        if config.objective_spec.reference:
-            set_reference(context, strategy, folder)
-        if config.objective_spec.samples:
-            context.sampler = build_sampler(context, eval_data, loss.base, folder)
-        outcome = TrainLoop(context, progress, folder).run()
+        if config.eval_only:
+            outcome = evaluation(context, data, loss.base)
+        else:
+            if config.objective_spec.samples:
+                context.sampler = build_sampler(context, eval_data, loss.base, folder)
+            outcome = training(context, strategy, progress, folder)
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
-        exports = outcome.ending.state == "done" and main_rank
+        exports = outcome.ending.state == "done" and main_rank and not config.eval_only
         ending = export(context, outcome) if exports else outcome.ending
     reporter.close(ending, launch.supervised)
     return 1 if ending.state == "failed" else 0
+
+
+def training(context: TrainContext, strategy: Strategy, progress: Progress, folder: Path | None) -> Outcome:
+    """Trains to the last step or the next stop.
+
+    Args:
+        context: the run.
+        strategy: its strategy.
+        progress: where it begins.
+        folder: the checkpoint that it resumes from; None for a new run.
+    """
+    from trainers.loop import TrainLoop
+    from trainers.reference import set_reference
+
+    if context.config.objective_spec.reference:
+        set_reference(context, strategy, folder)
+    return TrainLoop(context, progress, folder).run()
+
+
+def evaluation(context: TrainContext, documents: TokenSet, base: Any) -> Outcome:
+    """`eval_only`: evaluates each row, and trains nothing; the arguments are those of `evaluate_rows`."""
+    from trainers.loop import Outcome
+    from trainers.row_evaluation import evaluate_rows
+
+    evaluate_rows(context, documents, base)
+    return Outcome(Ending("done", None), Progress())
 
 
 def build_sampler(

@@ -38,7 +38,7 @@ MAX_RUNS = 200
 IDLE_SECONDS = 600.0
 
 _ROLES = ("system", "user", "assistant")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,95}", re.ASCII)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,95}", re.ASCII)
 _REVISION = re.compile(r"[\w./-]{1,100}", re.ASCII)
 _CHECKPOINT = re.compile(r"step-\d{8}", re.ASCII)
 
@@ -285,7 +285,7 @@ class Chats:
                 raise ConfigError(mistakes)
             return True
         folder = Path(os.path.expanduser(name))
-        return (folder / "config.json").is_file() or (not folder.exists() and bool(_HUB_ID.fullmatch(name)))
+        return (folder / "config.json").is_file() or (not folder.exists() and bool(HUB_ID.fullmatch(name)))
 
     def _run(self, name: str) -> RunFolder:
         return find_run(name, self.runs_dir) if self.roots is None else run_of_id(name, self.runs_dir)

@@ -22,11 +22,11 @@ FLOORS = (
     *("trainers.checkpoint", "trainers.monitor", "trainers.rewards", "trainers.tools", "trainers.evaluation"),
     *("trainers.sampling_server", "trainers.served"),
     *("trainers.teacher", "trainers.principal", "trainers.build"),
-    *("trainers.rollouts", "trainers.step", "trainers.loop"),
+    *("trainers.generation", "trainers.rollouts", "trainers.step", "trainers.row_evaluation", "trainers.loop"),
     *("trainers.reference", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.schedulers", "app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor"),
-    *("app.sweep", "app.services", "app.commands", "app.cli_runs", "app.cli_sweep", "app.cli", "ui"),
+    *("app.sweep", "app.services", "app.eval", "app.commands", "app.cli_runs", "app.cli_sweep", "app.cli", "ui"),
 )
 """Every room, from the ground up: each imports only from those before it."""
 

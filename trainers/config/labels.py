@@ -140,6 +140,8 @@ LABELS = {
     "metric_for_best_model": "What is best",
     "early_stopping_patience": "Stop after evaluations without gain",
     "early_stopping_threshold": "Smallest gain that counts",
+    "eval_only": "Evaluate row by row, train nothing",
+    "eval_answer_tokens": "Longest answer to an evaluation row",
     # Run
     "run_name": "Name of the run",
     "runs_dir": "Folder of all runs",

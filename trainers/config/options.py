@@ -106,6 +106,10 @@ class TrainConfig(
     """Stop after N evaluations without improvement."""
     early_stopping_threshold: float = option("evaluation", 0.0, ge=0)
     """Minimum change that counts as an improvement."""
+    eval_only: bool = option("evaluation", False)
+    """Train nothing: write the loss of each evaluation row, and the answer, to evaluation.jsonl."""
+    eval_answer_tokens: int = option("evaluation", 0, "tokens", ge=0, le=10**6)
+    """Longest answer to an evaluation row that is written there; 0: no answers."""
 
     # Run
     run_name: Annotated[str | None, Optionally] = option("run", None, max_length=100)

@@ -122,6 +122,7 @@ def conflicting_options(config: TrainConfig) -> list[Mistake]:
         *remote_mistakes(config),
         *_streaming_conflicts(config),
         *_schedule_free_conflicts(config),
+        *_evaluation_conflicts(config),
         *_objective_conflicts(config),
         *_unknown_columns(config),
         *(
@@ -252,6 +253,21 @@ def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
          "use objective=sft"),
     ]  # fmt: skip
     return [Mistake("dataset_streaming", True, problem, remedy) for applies, problem, remedy in rules if applies]
+
+
+def _evaluation_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit an evaluation without training."""
+    if not config.eval_only:
+        return []
+    rules: list[tuple[bool, str, str]] = [
+        (not config.has_evaluation(), "needs evaluation data", "set eval_dataset_name or eval_share"),
+        (config.objective != "sft", f"with objective={config.objective}: it evaluates answers to prompts, and texts",
+         "use objective=sft"),
+        (config.dataset_streaming, "with dataset_streaming: no row is trained", "leave it out"),
+        (config.auto_find_batch_size, "with auto_find_batch_size, which starts a training run again",
+         "lower per_device_eval_batch_size instead"),
+    ]  # fmt: skip
+    return [Mistake("eval_only", True, problem, remedy) for applies, problem, remedy in rules if applies]
 
 
 def _unknown_columns(config: TrainConfig) -> Iterator[Mistake]:
@@ -389,6 +405,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore(["min_lr_ratio"], f"lr_scheduler_type={config.lr_scheduler_type}", config.min_lr_ratio)
     if config.early_stopping_threshold and config.early_stopping_patience is None:
         ignore(["early_stopping_threshold"], "early_stopping_patience is not set")
+    if config.eval_answer_tokens and not config.eval_only:
+        ignore(["eval_answer_tokens"], "eval_only=false")
     if config.rope_scaling == "none":
         ignore({"rope_factor", "rope_original_max_positions"} & changed, "rope_scaling=none")
     if not config.dataset_streaming:

@@ -53,7 +53,7 @@ class TrainPlan:
         self.mix_order = MixOrder(rows.bounds, rows.mixed.mix, config.seed) if rows.mixed is not None else None
         size, kind = config.global_batch_size, "packed rows" if config.packing else "rows"
         available = len(rows) if self.mix_order is None else self.mix_order.epoch_rows
-        if available < size:
+        if available < size and not config.eval_only:
             alternative = ", or packing=false" if config.packing and len(rows.documents.lengths) >= size else ""
             ends = "" if self.mix_order is None else ", and an epoch ends with the first source that has no more"
             raise ConfigError.about(

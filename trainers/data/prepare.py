@@ -55,6 +55,14 @@ def prepare(config: TrainConfig, split: Split) -> TokenSet:
     return token_set
 
 
+def prepare_splits(config: TrainConfig) -> tuple[TokenSet, TokenSet | None]:
+    """Training and evaluation data; the latter for both if nothing is trained. See `prepare`."""
+    if config.eval_only:
+        evaluation = prepare(config, "eval")
+        return evaluation, evaluation
+    return prepare(config, "train"), prepare(config, "eval") if config.has_evaluation() else None
+
+
 def mix_of(config: TrainConfig, split: Split) -> Mix | None:
     """The mix that a split is made of; None if it is a data set of its own.
 
@@ -129,6 +137,7 @@ def cached(config: TrainConfig, split: Split) -> TokenSet | None:
 
 def report_lines(train: TokenSet, evaluation: TokenSet | None) -> list[str]:
     """The lines that a run prints about its data; a chat template that several sets have is shown once."""
+    evaluation = None if evaluation is train else evaluation
     sets = [train] if evaluation is None else [train, evaluation]
     reports = [report for documents in sets for report in documents.reports]
     lines, templates = list[str](), list[list[str]]()

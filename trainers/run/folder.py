@@ -24,7 +24,17 @@ from trainers.config.options import TrainConfig
 from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
-from trainers.run.record import CHAT_TEMPLATE, MIX, OBJECTIVE, ROLLOUTS, SAMPLER, START, RunRecord, refuse_irregular
+from trainers.run.record import (
+    CHAT_TEMPLATE,
+    EVALUATION,
+    MIX,
+    OBJECTIVE,
+    ROLLOUTS,
+    SAMPLER,
+    START,
+    RunRecord,
+    refuse_irregular,
+)
 
 __all__ = [
     "Process",
@@ -183,6 +193,7 @@ class RunFolder:
         self.mix = self.path / MIX
         self.start = self.path / START
         self.rollouts = self.path / ROLLOUTS
+        self.evaluation = self.path / EVALUATION
         self.sampler = self.path / SAMPLER
         self.scheduler = self.path / "scheduler.json"
         self.ray = self.path / "ray.json"

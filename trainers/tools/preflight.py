@@ -29,7 +29,7 @@ from trainers.data.mismatched import Mismatched
 from trainers.data.mix import MixedSet
 from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
-from trainers.data.prepare import TokenSet, prepare, report_lines
+from trainers.data.prepare import TokenSet, prepare_splits, report_lines
 from trainers.data.rollouts import check_prompts, refuse_other_columns
 from trainers.data.rows import Rows
 from trainers.data.stream import WindowSet
@@ -100,8 +100,7 @@ def check(
     model = _inspected(config, local, None if config.random_init else headers, strategy)
     config = config if run_dir is None else config.model_copy(update={"output_dir": str(run_dir)})
     _check_checkpoint(config, run_dir)
-    train = prepare(config, "train")
-    evaluation = prepare(config, "eval") if config.has_evaluation() else None
+    train, evaluation = prepare_splits(config)
     scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     check_last_tokens(config, [train, evaluation])
@@ -110,7 +109,7 @@ def check(
     if config.objective_spec.samples:
         refuse_other_columns(config, train, evaluation)
     plan = plan_training(config, train, data_parallel_size)
-    if run_dir is not None:
+    if run_dir is not None and not config.eval_only:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("trained_weights"))
     unread = headers is None and not config.random_init
     lines = [_UNREAD] if unread else []
@@ -183,6 +182,8 @@ def describe_plan(plan: TrainPlan) -> str:
             f"{config.num_generations} answers of at most {config.max_completion_length} tokens on {plan.world} ranks"
         )
     kind = f"packed rows of {config.row_tokens}" if config.packing else "rows"
+    if config.eval_only:
+        return f"{len(rows)} {kind} to evaluate; nothing is trained"
     tokens = int(rows.lengths.sum())
     fill = f" ({tokens / (len(rows) * config.row_tokens):.1%} full)" if config.packing else ""
     if isinstance(plan, StreamPlan):

@@ -1,0 +1,1 @@
+"""`tunesmith eval`: compares models on the same rows."""

@@ -1,0 +1,249 @@
+"""Plans what `tunesmith eval` evaluates: each model on the same rows, as a run that trains nothing.
+
+A run stands for what it exported: that is what others will use.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from app.command_line import DEVICES, Args, Verb
+from app.console import shortened
+from app.launch.job import TrainJob, train_job
+from app.runs.runs import config_values, find_run
+from app.services.chat import HUB_ID, weights_of
+from trainers.config.command_line import option
+from trainers.config.fields import sections
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.parse import Request, whole_number
+from trainers.run.folder import RunFolder, new_run_id
+from trainers.run.from_run import ADAPTER_CONFIG
+from trainers.run.lineage import read_export
+
+ANSWER_TOKENS = 256
+BASE = "base"
+"""Label of the model that the first run started from."""
+_MOST = 100_000
+_FROZEN = {"method": "lora", "lora_r": 1}
+_OF_BASE = ("trust_remote_code", "chat_template")
+_HOW = frozenset({"mixed_precision", "max_length", "packing", "attn_implementation", "trust_remote_code",
+                   "per_device_eval_batch_size", "seed"})  # fmt: skip
+"""Options of a run, besides those of its data, with which it is evaluated too."""
+_OF_TRAINING = frozenset({"dataset_streaming", "streaming_window", "streaming_cache", "max_train_samples"})
+_SET_BY_EVAL = frozenset({
+    "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "output_dir", "preset",
+    "resume_from_checkpoint",
+})  # fmt: skip
+EVAL = Verb(
+    "eval",
+    "Compare models on the same rows: loss, answers and what they score, with intervals and a paired test. The first "
+    "run's base comes first unless --base says otherwise, and each other model is compared with the first one. "
+    "Exit status: 0 all were evaluated, 1 one failed, 130 interrupted, 2 invalid request.",
+    ("models", "Runs, RUN@WEIGHTS (a checkpoint such as step-00000100, or an export), model folders, or Hub ids."),
+    own={
+        "base": option("base", "<model>", "Model to compare with; default: what the first run started from; none: the "
+                       "first model."),
+        "metrics": option("metrics", "<a,b,c>", "Metrics of answers; default: all that fit."),
+        "schema": option("schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
+        "metric": option("metric", "<file.py:function>", "A metric of your own, from prompts, answers and expected."),
+        "answer_tokens": option("answer_tokens", "<int>", "Longest answer, in tokens; 0: losses alone. Default: "
+                                f"{ANSWER_TOKENS}."),
+        "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
+    },
+    launch=("strategy", *DEVICES),
+    hidden={name for name in TrainConfig.model_fields if name not in _HOW}
+    - {"dataset_name", "dataset_config_name", "eval_split", "max_eval_samples", "columns", "sample_by",
+       "overlong", "bad_rows", "chat_template", "runs_dir", "cache_dir"},
+)  # fmt: skip
+
+
+@dataclass
+class Candidate:
+    """A model to evaluate.
+
+    Args:
+        label: its name in the report; no two are the same.
+        options: options of the run that evaluates it, but for those that say what to load from a checkpoint.
+        devices: where to run.
+        checkpoint: the run and the checkpoint to export first; None if its weights can be loaded as they are.
+    """
+
+    label: str
+    options: Mapping[str, Any]
+    devices: Mapping[str, str]
+    checkpoint: tuple[RunFolder, str] | None = None
+
+    def job(self, exported: Path | None = None) -> TrainJob:
+        """The run that evaluates it.
+
+        Args:
+            exported: folder of the exported checkpoint.
+
+        Raises:
+            ConfigError: if it cannot be evaluated.
+        """
+        weights = {} if exported is None else options_of_folder(exported)
+        return train_job(Args([], dict(self.devices), request=Request(options={**self.options, **weights})))
+
+
+@dataclass
+class Plan:
+    """Everything that `eval` will do.
+
+    Args:
+        folder: folder of the report and of all runs; not created yet.
+        candidates: the models, the one that others are compared with first.
+    """
+
+    folder: Path
+    candidates: list[Candidate]
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A model as the user named it.
+
+    Args:
+        label: how it is called.
+        options: those that say what to load; none for a checkpoint.
+        run: the run that it comes from.
+        checkpoint: name of a checkpoint that is to be exported first.
+    """
+
+    label: str
+    options: Mapping[str, Any]
+    run: RunFolder | None = None
+    checkpoint: str | None = None
+
+
+def make_plan(args: Args) -> Plan:
+    """Makes the plan of a command line.
+
+    Raises:
+        ConfigError: with all mistakes at once.
+    """
+    mistakes, chosen = Mistakes(args.request.mistakes), dict(args.request.options)
+    mistakes += [Mistake(name, shortened(str(chosen[name])), "is set by eval", "name the models, and --dataset_name")
+                 for name in sorted(_SET_BY_EVAL & chosen.keys())]  # fmt: skip
+    runs_dir = Path(str(chosen.get("runs_dir", TrainConfig.model_fields["runs_dir"].default))).expanduser()
+    if not args.names:
+        mistakes.append(Mistake("", None, "there is no model to evaluate", "name a run, a model folder or a Hub id"))
+    models: list[_Model] = []
+    for name in dict.fromkeys(args.names):
+        with mistakes:
+            models.append(_model(name, runs_dir))
+    with mistakes:
+        tokens = _whole_number(args.own, "answer_tokens", ANSWER_TOKENS)
+    mistakes.refuse()
+    models = [*_base(str(args.own.get("base", BASE)), models, runs_dir), *models]
+    first = next((model.run for model in models if model.run), None)
+    shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
+    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [])
+    labels: set[str] = set()
+    for model in models:
+        others = (f"{model.label} {number}" for number in count(2))
+        label = next(name for name in chain([model.label], others) if name not in labels)
+        labels.add(label)
+        options = {**shared, **model.options, "output_dir": str(plan.folder / _file_name(label))}
+        checkpoint = (model.run, model.checkpoint) if model.run and model.checkpoint else None
+        candidate = Candidate(label, options, args.launch, checkpoint)
+        plan.candidates.append(candidate)
+        if checkpoint is None:
+            with mistakes:
+                candidate.job()
+    mistakes.refuse()
+    return plan
+
+
+def options_of_folder(folder: Path) -> dict[str, Any]:
+    """The options that load a model folder, with as little beside it as can be trained.
+
+    Full weights get adapters of rank 1 that add nothing, so that the weights are frozen in the dtype of the computation
+    and no optimizer states take memory.
+    """
+    if (folder / ADAPTER_CONFIG).is_file():
+        return {"from_run": str(folder), "method": read_export(folder)[0].get("method", "lora")}
+    return {"model_name_or_path": str(folder), **_FROZEN}
+
+
+def _model(text: str, runs_dir: Path) -> _Model:
+    """A model as named on the command line."""
+    name, at, weights = text.rpartition("@")
+    path = Path(text).expanduser()
+    if path.is_dir() and any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
+        return _Model(path.name, options_of_folder(path.absolute()))
+    is_hub_id = HUB_ID.fullmatch(text) is not None and not path.exists()
+    if is_hub_id or text == EMBEDDED:
+        return _Model(text, {"model_name_or_path": text, **_FROZEN})
+    run = find_run(name if at else text, runs_dir)
+    choices = weights_of(run)
+    weights = weights if at else next(iter(choices), "")
+    if weights not in choices:
+        held = ", ".join(choices[:8]) or "nothing that can be loaded"
+        raise ConfigError(f"{shortened(text)}: run {run.id} has no weights {shortened(weights)!r}; it has {held}")
+    label = run.id if weights == "model" else f"{run.id}@{weights}"
+    if (run.path / weights).is_dir():
+        return _Model(label, options_of_folder(run.path / weights), run)
+    return _Model(label, {}, run, weights)
+
+
+def _base(name: str, models: list[_Model], runs_dir: Path) -> list[_Model]:
+    """The model to compare with, if it is none of the others."""
+    first = next((model.run for model in models if model.run), None)
+    if name == "none" or (name == BASE and first is None):
+        return []
+    if name != BASE:
+        return [_model(name, runs_dir)]
+    assert first is not None
+    values = config_values(first)
+    if values.get("random_init"):
+        return []
+    if start := values.get("from_run"):
+        return [_Model(BASE, options_of_folder(Path(str(start))))]
+    settings = {name: values[name] for name in (*_OF_BASE, *sections()["model"]) if name in values}
+    quantized = {"method": "qlora", "lora_r": 1} if values.get("method") == "qlora" else _FROZEN
+    return [_Model(BASE, {**settings, **quantized})]
+
+
+def _rows(run: RunFolder | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that say which rows are evaluated, and how: those of a run, unless other rows are named.
+
+    Raises:
+        ConfigError: if there are none.
+    """
+    values = config_values(run) if run else {}
+    of_data = {name for name in sections()["data"] if name not in _OF_TRAINING}
+    if rows := chosen.get("dataset_name"):
+        settings = {name: values[name] for name in _HOW & values.keys()}
+        return {**settings, **chosen, "eval_dataset_name": rows, "report_to": ""}
+    if run is None:
+        raise ConfigError.about("dataset_name", None, "is missing: no run says which rows to evaluate", "name the rows")
+    if not (values.get("eval_dataset_name") or values.get("eval_share") or values.get("mix")):
+        problem = f"is missing: run {run.id} has no evaluation data"
+        raise ConfigError.about("dataset_name", None, problem, "name the rows, such as --dataset_name test.jsonl")
+    settings = {name: values[name] for name in (_HOW | of_data) & values.keys()}
+    return {**settings, **chosen, "report_to": ""}
+
+
+def _whole_number(values: Mapping[str, Any], name: str, default: int) -> int:
+    value = str(values.get(name, default))
+    if (number := whole_number(value, 0, _MOST)) is None:
+        raise ConfigError.about(f"--{name}", repr(shortened(value)), "is not a whole number", f"write 0 to {_MOST:,}")
+    return number
+
+
+def _new_folder(runs_dir: Path, label: str) -> Path:
+    ids = (new_run_id(label, time.time(), number) for number in count(os.getpid()))
+    return next(path for run_id in ids if not (path := runs_dir.absolute() / f"eval-{run_id}").exists())
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", label).strip(".-") or "model"

@@ -1,0 +1,109 @@
+"""Runs a plan of `tunesmith eval`: one run for each model, one after the other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+from app.console import say
+from app.eval.plan import Candidate, Plan
+from app.launch.actions import ExportFailed, export
+from app.launch.foreground import interruptible, launch, preflight, where
+from app.launch.job import TrainJob
+from app.launch.progress import progress_display
+from trainers.config.mistakes import ConfigError
+from trainers.run.folder import RunFolder, register_outside, unregister
+
+Rows = list[dict[str, Any]]
+"""What `evaluation.jsonl` of a run holds."""
+
+
+class Study:
+    """Evaluates each model of a plan.
+
+    Args:
+        plan: the plan.
+        quiet: show only warnings.
+
+    Attributes:
+        rows: of each model that was evaluated, in the order of the plan.
+        failed: why a model was not evaluated, by label.
+        interrupted: whether it was.
+    """
+
+    def __init__(self, plan: Plan, quiet: bool):
+        self.plan, self.quiet = plan, quiet
+        self.rows: dict[str, Rows] = {}
+        self.failed: dict[str, str] = {}
+        self.interrupted = False
+        self._warned: set[str] = set()
+
+    def run(self) -> None:
+        """Evaluates all models; on an interrupt, those that were evaluated so far are kept.
+
+        Raises:
+            ConfigError: if the pre-flight check refuses a model.
+            CheckBroke: if that check crashes.
+        """
+        with interruptible():
+            try:
+                for candidate in self.plan.candidates:  # mistakes are told before the first one runs
+                    if candidate.checkpoint is None:
+                        preflight(candidate.job(), quiet=True)
+                for number, candidate in enumerate(self.plan.candidates, 1):
+                    self._evaluate(candidate, f"[{number}/{len(self.plan.candidates)}] {candidate.label}")
+            except KeyboardInterrupt:
+                self.interrupted = True
+
+    def _evaluate(self, candidate: Candidate, label: str) -> None:
+        exported: Path | None = None
+        try:
+            if candidate.checkpoint is not None:
+                run, weights = candidate.checkpoint
+                exported = self.plan.folder / "exports" / weights
+                if not self.quiet:
+                    say(f"{label}: exporting {weights} of run {run.id}")
+                self.plan.folder.mkdir(parents=True, exist_ok=True)
+                export(run, weights, output=exported)
+            self._launch(candidate.job(exported), candidate.label, label)
+        except (ConfigError, ExportFailed) as error:
+            self.failed[candidate.label] = str(error)
+            say(f"{label}: {error}")
+        finally:
+            if exported is not None:
+                shutil.rmtree(exported, ignore_errors=True)
+
+    def _launch(self, job: TrainJob, name: str, label: str) -> None:
+        for line in [line for line in job.warnings if line not in self._warned]:
+            say(f"warning: {line}")
+        self._warned.update(job.warnings)
+        if not self.quiet:
+            say(f"{label} on {where(job)}")
+        display = progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
+        try:
+            register_outside(job.run, job.run.path)  # so that it can be seen and stopped while it runs
+            state = launch(job, display)
+        finally:
+            unregister(job.run)
+        if state["state"] == "stopped":
+            raise KeyboardInterrupt
+        if state["state"] != "done":
+            self.failed[name] = str(state.get("cause") or state["state"])
+            say(f"{label}: {self.failed[name]}; log: {job.run.log}")
+            return
+        self.rows[name] = rows_of(job.run)
+
+
+def rows_of(run: RunFolder) -> Rows:
+    """The evaluated rows of a run, in the order of the data.
+
+    Raises:
+        ConfigError: if they cannot be read.
+    """
+    try:
+        return [json.loads(line) for line in run.evaluation.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {run.evaluation}: {error}; evaluate the model again") from None

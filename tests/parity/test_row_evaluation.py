@@ -1,0 +1,81 @@
+"""`eval_only`: losses and greedy answers of each row are those of stock transformers, under every strategy."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.launching import launch, launch_well
+from tests.parity.runs import mostly_long
+from trainers.embedded import BASE_DIR, DATA_DIR
+from trainers.strategy.strategy import load_strategy
+
+ROWS, TOKENS = 13, 40
+OPTIONS: dict[str, Any] = {
+    "model_name_or_path": "embedded", "dataset_name": "embedded", "eval_dataset_name": "embedded", "method": "lora",
+    "eval_only": True, "eval_answer_tokens": TOKENS, "max_eval_samples": ROWS, "per_device_eval_batch_size": 3,
+    "per_device_train_batch_size": 1,
+}  # fmt: skip
+
+
+@cache
+@torch.inference_mode()
+def stock(last: int = 0) -> list[dict[str, Any]]:
+    """One row at a time, without padding; as a control with the weights of the `last` layer doubled."""
+    model = AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32)
+    if last:
+        model.model.layers[-1].mlp.down_proj.weight.data *= 2
+    tokenizer, rows = AutoTokenizer.from_pretrained(BASE_DIR), []
+    for line in (DATA_DIR / "eval.jsonl").read_text().splitlines()[:ROWS]:
+        messages = json.loads(line)["messages"]
+        coded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
+        ids, trained = torch.tensor([coded["input_ids"]]), torch.tensor(coded["assistant_masks"])[1:].bool()
+        losses = functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")[trained]
+        answer = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS)[0, len(prompt) :]
+        rows.append({"loss": losses.sum().item(), "tokens": len(losses), "expected": messages[-1]["content"],
+                     "answer": tokenizer.decode(answer, skip_special_tokens=True)})  # fmt: skip
+    return rows
+
+
+def evaluated(folder: Path, strategy: str, **changes: Any) -> list[dict[str, Any]]:
+    world = 1 if strategy == "single" else load_strategy(strategy).num_processes
+    finished = launch_well(folder, world, {**OPTIONS, **changes}, strategy=strategy)
+    assert not (finished.run.path / "model").exists()
+    return [json.loads(line) for line in finished.run.evaluation.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    "strategy", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "hsdp", "zero2", "zero3"], ["ddp", "fsdp2"])
+)
+def test_rows_are_evaluated_as_by_stock_transformers(strategy: str, tmp_path: Path) -> None:
+    rows = evaluated(tmp_path, strategy)
+    assert [row["row"] for row in rows] == [f"embedded/eval.jsonl:{number}" for number in range(1, ROWS + 1)]
+    for name in ("answer", "expected", "tokens"):
+        assert [row[name] for row in rows] == [row[name] for row in stock()]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in stock()], abs=1e-4)
+    ended = [row["ended"] for row in rows]
+    assert ended == [row["answer_tokens"] < TOKENS or row["ended"] for row in rows]
+    assert set(ended) == {True, False}
+    changed = stock(last=1)  # control
+    assert [row["answer"] for row in rows] != [row["answer"] for row in changed]
+    assert [row["loss"] for row in rows] != pytest.approx([row["loss"] for row in changed], abs=1e-2)
+
+
+def test_text_has_no_answers_and_cut_rows_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": "more words"}\n')
+    text = {"dataset_name": str(tmp_path / "text.jsonl"), "eval_dataset_name": str(tmp_path / "text.jsonl")}
+    rows = evaluated(tmp_path / "text", "single", **text)
+    assert [row["answer"] for row in rows] == [None, None]
+    assert all(row["loss"] > 0 and row["tokens"] > 1 for row in rows)
+    refused = launch(tmp_path / "cut", 1, {**OPTIONS, "max_length": 90, "overlong": "truncate"}, strategy="single")
+    assert "rows are longer than max_length=90, so that prompts or expected answers are cut" in refused.output
+    refused = launch(tmp_path / "long", 1, {**OPTIONS, "eval_answer_tokens": 100_000}, strategy="single")
+    assert "eval_answer_tokens=100000 does not fit after the" in refused.output

@@ -1,0 +1,134 @@
+"""The evaluation data row by row: what a model loses on each, and its answer. `--eval_only true` does nothing else.
+
+Rows are told apart by file and line, so that models with other tokenizers and templates can be compared on them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from transformers import GenerationConfig
+
+from trainers.checkpoint.export import stop_tokens
+from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import OBJECTIVES
+from trainers.config.options import TrainConfig
+from trainers.data.batches import evaluation_batches
+from trainers.data.cache import TokenSet
+from trainers.data.joined import JoinedSet
+from trainers.data.mix import MixedSet
+from trainers.data.prepare import load_tokenizer
+from trainers.data.rollouts import Prompt, prompt_of
+from trainers.data.rows import Rows
+from trainers.data.tokenizer import tokenizer_folder
+from trainers.data.training_template import stop_token_ids
+from trainers.generation import Generation, generate
+from trainers.model.rope_scaling import position_limit
+from trainers.objectives.sampling import Sampled
+from trainers.run.folder import write_atomic
+from trainers.step import TrainContext
+
+_BY_DOCUMENT = replace(OBJECTIVES["sft"], loss_of="documents", divisor="examples")
+"""Supervised fine-tuning whose losses are told apart by document."""
+Documents = TokenSet | JoinedSet
+
+
+def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> None:
+    """Writes the evaluation of each row into the run folder. Collective.
+
+    Args:
+        context: the run.
+        documents: its evaluation data.
+        base: the transformers model, for the tokens that end its answers and its positions.
+
+    Raises:
+        ConfigError: if answers are to be generated and rows were cut, or prompts leave no room for one.
+    """
+    tokenizer, beat = load_tokenizer(context.config), partial(context.heartbeat.at, step=0)
+    prompts = [prompt_of(documents, index) for index in range(len(documents))]
+    to_answer = _prompts_to_answer(context.config, documents, prompts, base)
+    losses = _losses(context, documents, beat)
+    answers: dict[int, tuple[np.ndarray, bool]] = {}
+    if to_answer:
+        sampled = _answers(context, [prompts[index].tokens for index in to_answer], tokenizer, base, beat)
+        answers = dict(zip(to_answer, zip(sampled.tokens, sampled.ended, strict=True), strict=True))
+    if not context.ranks.is_main:
+        return
+    lines = []
+    for index, prompt in enumerate(prompts):
+        loss, trained = losses[index]
+        tokens, ended = answers.get(index, (None, None))
+        row = {
+            "row": documents.where(index), "source": _source(documents, index),
+            "loss": loss if math.isfinite(loss) else None, "tokens": trained,
+            "prompt": tokenizer.decode(prompt.tokens),
+            "expected": tokenizer.decode(prompt.answer, skip_special_tokens=True),
+            "answer": None if tokens is None else tokenizer.decode(tokens, skip_special_tokens=True),
+            "answer_tokens": None if tokens is None else len(tokens), "ended": ended,
+        }  # fmt: skip
+        lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomic(context.run.evaluation, "".join(lines))
+
+
+def _prompts_to_answer(config: TrainConfig, documents: Documents, prompts: list[Prompt], base: Any) -> list[int]:
+    """Numbers of the documents to answer: those with a prompt. Of plain text the first token alone is not trained.
+
+    Prompts of similar length stand side by side: a batch is as wide as its longest.
+    """
+    most, limit = config.eval_answer_tokens, position_limit(base.config.get_text_config())
+    shortest = 2 if "text" in documents.report.formats else 1
+    numbers = [index for index, prompt in enumerate(prompts) if len(prompt.tokens) >= shortest] if most else []
+    if not numbers:
+        return []
+    if cut := sum(report.truncated for report in documents.reports):
+        raise ConfigError(
+            f"{documents.report.dataset}: {cut:,} rows are longer than max_length={config.max_length}, so that prompts "
+            "or expected answers are cut; raise max_length, or set overlong=drop"
+        )
+    longest = max(numbers, key=lambda index: len(prompts[index].tokens))
+    tokens = len(prompts[longest].tokens)
+    if limit is not None and tokens + most > limit:
+        problem = f"does not fit after the {tokens:,} tokens of the prompt in {documents.where(longest)}, of {limit:,}"
+        raise ConfigError.about("eval_answer_tokens", most, problem, "lower it, or leave that row out")
+    return sorted(numbers, key=lambda index: len(prompts[index].tokens))
+
+
+def _losses(context: TrainContext, documents: Documents, beat: Callable[..., None]) -> list[tuple[float, int]]:
+    """For each document its loss, summed over its trained tokens in nats, and their number."""
+    config, mesh = context.config, context.mesh
+    fixed = config.torch_compile and config.packing
+    rows = Rows(documents, config.row_tokens, config.packing, fixed, objective=_BY_DOCUMENT)
+    micro_batches = evaluation_batches(rows, config.per_device_eval_batch_size, mesh.data_rank, mesh.sizes.data)
+    context.backend.model.eval()
+    own = [
+        (int(number), (-float(values.sum(dtype=np.float64)), len(values)))
+        for numbers, of_documents in context.backend.label_log_probs(micro_batches, lambda _: beat("evaluation"))
+        for number, values in zip(numbers, of_documents, strict=True)
+    ]
+    context.backend.model.train()
+    by_number = dict(entry for entries in context.ranks.gather(own) for entry in entries)
+    return [by_number[number] for number in range(len(documents))]
+
+
+def _answers(
+    context: TrainContext, prompts: list[np.ndarray], tokenizer: Any, base: Any, beat: Callable[..., None]
+) -> Sampled:
+    """The most likely answers to prompts."""
+    config = context.config
+    ends = stop_tokens(tokenizer, base.generation_config or GenerationConfig())
+    stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
+    settings = Generation(config.per_device_eval_batch_size, config.eval_answer_tokens, stops)
+    return generate(context.backend, context.mesh, context.ranks, prompts, settings, beat)
+
+
+def _source(documents: Documents, index: int) -> str | None:
+    """The source of a document in a mix."""
+    if not isinstance(documents, MixedSet):
+        return None
+    return documents.mix.names[int(np.searchsorted(documents.bounds, index, side="right")) - 1]
