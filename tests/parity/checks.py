@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.launching import Finished, launch_well
 from tests.parity import plain
-from tests.parity.runs import STEPS, config, options
+from tests.parity.runs import HALF, STEPS, config, options
 from tests.shared import once
 from trainers.checkpoint.weights import saved_tensors
 from trainers.config.options import TrainConfig
@@ -61,8 +61,8 @@ def resumed(folder: Path, processes: int, method: str, checkpoint: Path, strateg
 
 def equal_after_resume(undisturbed: Finished, again: Finished) -> bool:
     """The second half's series and the final weights, bit for bit."""
-    assert [row["step"] for row in again.rows()] == list(range(11, STEPS + 1))
-    tail = all(undisturbed.series(key)[10:] == again.series(key) for key in ("loss", "grad_norm", "learning_rate"))
+    assert [row["step"] for row in again.rows()] == list(range(HALF + 1, STEPS + 1))
+    tail = all(undisturbed.series(key)[HALF:] == again.series(key) for key in ("loss", "grad_norm", "learning_rate"))
     mine, theirs = weights(undisturbed), weights(again)
     return tail and all(torch.equal(mine[name], theirs[name]) for name in mine)
 

@@ -18,7 +18,9 @@ from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.run.folder import RunFolder
 
-STEPS = 20
+STEPS = 14
+HALF = STEPS // 2
+"""The step of the first checkpoint; within the steps of a generation of three."""
 long = pytest.mark.long
 
 
@@ -45,10 +47,10 @@ OPTIONS: dict[str, Any] = {
     "learning_rate": 5e-4,
     "weight_decay": 0.1,
     "logging_steps": 1,
-    "save_steps": 10,
+    "save_steps": HALF,
 }
-# Epochs of a few steps with a partial last batch, so that 20 steps cross several epochs' ends.
-SAMPLES = {True: 150, False: 61}
+# Epochs of a few steps with a partial last batch, so that the steps cross epochs' ends.
+SAMPLES = {True: 105, False: 43}
 
 
 def options(method: str, packing: bool, **changes: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
             ("zero3", "full", (("optim", "adafactor"),)),
             ("fsdp2", "full", (("master_weights", False), ("mixed_precision", "bf16"))),
         ],
-        [("fsdp2", "full", ()), ("zero2", "lora", ())],
+        [("fsdp2", "full", ())],
     ),
 )
 def test_it_is_torchs_own_over_every_step(name: str, method: str, more: tuple[tuple[str, Any], ...]) -> None:

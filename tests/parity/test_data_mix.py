@@ -71,7 +71,7 @@ def plainly(method: str, packing: bool, file: str) -> plain.Curve:
     mostly_long(
         [(name, "full", True) for name in ("single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "sp", "cp", "pp")]
         + [("single", "lora", False), ("ddp", "lora", True), ("fsdp2", "lora", False)],
-        [("ddp", "full", True), ("tp", "full", True)],
+        [("ddp", "full", True)],
     ),
 )
 def test_a_mix_trains_the_same_model_under_every_strategy(name: str, method: str, packing: bool) -> None:
@@ -93,9 +93,7 @@ def mean_losses(plan: TrainPlan, rows: np.ndarray) -> dict[str, float]:
         }
 
 
-@pytest.mark.parametrize(
-    "name", mostly_long(["single", "ddp", "fsdp2", "zero3", "tp", "sp", "cp", "pp"], ["ddp", "tp"])
-)
+@pytest.mark.parametrize("name", mostly_long(["single", "ddp", "fsdp2", "zero3", "tp", "sp", "cp", "pp"], ["ddp"]))
 def test_losses_are_told_apart_by_source(name: str) -> None:
     settings, finished = config("full", True, **mixed()), trained(name)
     plan = plan_training(settings, prepare(settings, "train"), 1)

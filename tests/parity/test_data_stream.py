@@ -33,7 +33,7 @@ def data() -> str:
 
 
 def streamed(**changes: Any) -> dict[str, Any]:
-    """Changes of the options of a parity run that stream: 20 steps cross several windows and the end of an epoch."""
+    """Changes of the options of a parity run that stream: the steps cross several windows and the end of an epoch."""
     own = {
         "dataset_name": data(),
         "eval_dataset_name": "none",
@@ -66,7 +66,7 @@ def plainly(packing: bool, window: int) -> plain.Curve:
 def test_a_stream_trains_the_same_model_under_every_strategy(name: str, packing: bool) -> None:
     finished = trained(name, packing)
     assert curve(finished).agrees(plainly(packing, 2 * ROWS_OF_A_SHARD))
-    assert finished.rows("loss")[-1]["epoch"] > 1, "20 steps read the data more than once"
+    assert finished.rows("loss")[-1]["epoch"] > 1, "the steps read the data more than once"
     if name == "ddp":
         assert not curve(finished).agrees(plainly(packing, ROWS_OF_A_SHARD)), "control: another window"
 

@@ -23,7 +23,7 @@ from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume
 from tests.parity.expert_ranks import CASES, CLIPPED, CONTROLS, FOUR, Case, config_of, curve, model_of
 from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.parity.runs import config, mostly_long, options, run
+from tests.parity.runs import HALF, config, mostly_long, options, run
 from tests.parity.runs import curve as curve_of
 from tests.parity.test_families import model as small
 from tests.shared import once
@@ -157,7 +157,7 @@ def test_a_checkpoint_moves(before: int, after: int, tmp_path: Path) -> None:
     moved = launch_well(tmp_path / "moved", after, again, strategy=strategies[after])
     if before == after:
         assert equal_after_resume(undisturbed, moved)
-    losses, norms = (undisturbed.series(key)[10:] for key in ("loss", "grad_norm"))
+    losses, norms = (undisturbed.series(key)[HALF:] for key in ("loss", "grad_norm"))
     assert moved.series("loss") == pytest.approx(losses, abs=LOSS_TOLERANCE)
     assert moved.series("grad_norm") == pytest.approx(norms, rel=NORM_TOLERANCE)
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from tests.launching import launch, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume
-from tests.parity.runs import config, curve, mostly_long, options, run
+from tests.parity.runs import STEPS, config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.checkpoint.export import export_again
 from trainers.config.options import TrainConfig
@@ -34,14 +34,14 @@ def processes(strategy: str) -> int:
     return 1 if strategy == "single" else 2
 
 
-@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["single", "fsdp2"]))
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["fsdp2"]))
 def test_ranks_and_scalings_of_some_modules_are_those_of_peft(strategy: str) -> None:
     settings = config("lora", True, **PATTERNS)
     finished = curve(run(processes(strategy), "lora", True, strategy, **PATTERNS))
     ranks: dict[str, Any] = {"rank_pattern": {"q_proj": 4, "down_proj": 24}}
     scalings: dict[str, Any] = {"alpha_pattern": {"q_proj": 16, "layers.0.mlp.up_proj": 128}}
     assert finished.agrees(plain.train(settings, build=partial(plain.build, **ranks, **scalings)))
-    if strategy == "single":  # controls
+    if strategy == "fsdp2":  # controls
         assert not finished.agrees(plain.train(settings, build=partial(plain.build, **ranks)))
         assert not finished.agrees(plain.train(settings, build=partial(plain.build, **scalings)))
 
@@ -60,7 +60,7 @@ def partly_frozen(settings: TrainConfig, frozen: tuple[str, ...] = FROZEN) -> nn
     return model
 
 
-@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["single", "fsdp2"]))
+@pytest.mark.parametrize("strategy", mostly_long(STRATEGIES, ["fsdp2"]))
 def test_frozen_weights_stay_as_they_are_and_the_others_train_as_in_plain_torch(strategy: str) -> None:
     settings = config("full", True, **FREEZE)
     finished = run(processes(strategy), "full", True, strategy, **FREEZE)
@@ -69,10 +69,10 @@ def test_frozen_weights_stay_as_they_are_and_the_others_train_as_in_plain_torch(
     assert {name for name in before if torch.equal(exported[name], before[name])} == {
         name for name in before if name.startswith(FROZEN)
     }
-    checkpoint = json.loads((finished.run.checkpoints / "step-00000020" / "manifest.json").read_text())["tensors"]
+    checkpoint = json.loads((finished.run.checkpoints / f"step-{STEPS:08d}" / "manifest.json").read_text())["tensors"]
     assert any("layers.1.mlp" in name for name in checkpoint)
     assert not [name for name in checkpoint if any(f".{part}" in f".{name}" for part in FROZEN)]
-    if strategy == "single":  # controls
+    if strategy == "fsdp2":  # controls
         assert not curve(finished).agrees(plain.train(settings, build=partial(partly_frozen, frozen=FROZEN[1:])))
         assert "tied, so frozen as well: lm_head.weight is model.embed_tokens.weight" in finished.output
 
@@ -100,7 +100,7 @@ def with_saved(settings: TrainConfig, saved: list[str] | None = SAVED) -> nn.Mod
     return plain.build(settings, modules_to_save=saved, base=settings.model_name_or_path)
 
 
-@pytest.mark.parametrize("strategy", mostly_long(UNSPLIT, ["single", "fsdp2"]))
+@pytest.mark.parametrize("strategy", mostly_long(UNSPLIT, ["fsdp2"]))
 def test_modules_saved_with_adapters_train_as_in_peft_and_load_back(strategy: str, untied: Path) -> None:
     saving = {"model_name_or_path": str(untied), "modules_to_save": ",".join(SAVED)}
     settings = config("lora", True, **saving)
@@ -114,7 +114,7 @@ def test_modules_saved_with_adapters_train_as_in_peft_and_load_back(strategy: st
         assert torch.equal(wrapper.original_module.weight, weight)
         assert not torch.equal(wrapper.modules_to_save["default"].weight, weight)
     assert "loaded back" in finished.output
-    if strategy == "single":  # control
+    if strategy == "fsdp2":  # control
         assert not curve(finished).agrees(plain.train(settings, build=partial(with_saved, saved=None)))
 
 
@@ -122,7 +122,7 @@ DORA = {"use_dora": True, "lora_rank_pattern": "down_proj=4"}
 
 
 @pytest.mark.parametrize(
-    "strategy", mostly_long([name for name in [*STRATEGIES, "cp", "sp"] if name != "tp"], ["ddp", "fsdp2"])
+    "strategy", mostly_long([name for name in [*STRATEGIES, "cp", "sp"] if name != "tp"], ["fsdp2"])
 )
 def test_dora_is_that_of_peft(strategy: str) -> None:
     settings = config("lora", True, **DORA)
@@ -131,7 +131,7 @@ def test_dora_is_that_of_peft(strategy: str) -> None:
     assert curve(finished).agrees(plain.train(settings, build=partial(plain.build, use_dora=True, **ranks)))
     saved = load_file(finished.run.model / "adapter_model.safetensors")
     assert sum("lora_magnitude_vector" in name for name in saved) == 28
-    if strategy == "ddp":  # control
+    if strategy == "fsdp2":  # control
         assert not curve(finished).agrees(plain.train(settings, build=partial(plain.build, **ranks)))
 
 
@@ -318,7 +318,7 @@ def two_rates(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1.0)
 
 
-@pytest.mark.parametrize(("method", "strategy"), mostly_long(CASES, [("full", "fsdp2"), ("lora", "single")]))
+@pytest.mark.parametrize(("method", "strategy"), mostly_long(CASES, [("full", "fsdp2")]))
 def test_embeddings_have_the_rate_of_a_second_group(method: str, strategy: str, untied: Path) -> None:
     chosen = dict(EMBEDDING_RATE)
     build: Any = plain.build

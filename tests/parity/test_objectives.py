@@ -18,7 +18,7 @@ from torch.nn import functional
 from tests.launching import Finished, launch, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume, same_bits
-from tests.parity.runs import config, curve, mostly_long, options, run
+from tests.parity.runs import HALF, config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.config.options import TrainConfig
 from trainers.data.batches import TrainPlan
@@ -168,7 +168,7 @@ def test_a_resumed_run_keeps_the_initial_model_as_its_reference(tmp_path: Path) 
     again = {**settings, "resume_from_checkpoint": undisturbed.checkpoints[0]}
     assert equal_after_resume(undisturbed, launch_well(tmp_path / "again", 1, again, strategy="single"))
     moved = launch_well(tmp_path / "moved", 2, again, strategy="fsdp2")
-    losses = zip(moved.series("loss"), wanted("full", True).losses[10:], strict=True)
+    losses = zip(moved.series("loss"), wanted("full", True).losses[HALF:], strict=True)
     assert max(abs(one - other) for one, other in losses) <= plain.LOSS_TOLERANCE
 
 

@@ -17,7 +17,7 @@ from transformers.optimization import Adafactor
 from tests.launching import Finished, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume, reference, same_bits, stock_loss
-from tests.parity.runs import config, curve, mostly_long, options, run
+from tests.parity.runs import HALF, config, curve, mostly_long, options, run
 from trainers.strategy.strategy import load_strategy
 
 LION: dict[str, Any] = {"optim": "lion", "learning_rate": 5e-5}
@@ -240,5 +240,5 @@ def moves(before: str, after: str, optim: str, tmp_path: Path) -> None:
     undisturbed = finished(before, "full", CHANGES[optim])
     again = curve(resumed(tmp_path / "again", undisturbed, after, CHANGES[optim]))
     full_curve = curve(undisturbed)
-    joined = plain.Curve(full_curve.losses[:10] + again.losses, full_curve.norms[:10] + again.norms)
+    joined = plain.Curve(full_curve.losses[:HALF] + again.losses, full_curve.norms[:HALF] + again.norms)
     assert joined.agrees(full_curve)

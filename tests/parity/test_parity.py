@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.launching import Finished
 from tests.parity import plain
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits
-from tests.parity.runs import config, curve, mostly_long, run
+from tests.parity.runs import HALF, STEPS, config, curve, mostly_long, run
 from trainers.run.folder import write_json
 from trainers.run.manifest import read_manifest, seal, sha256
 
@@ -88,7 +88,7 @@ def test_p0_would_see_another_seed() -> None:
 @pytest.mark.parametrize(("processes", "method"), [(1, "full"), (2, "lora")])
 def test_resume_is_bit_exact(processes: int, method: str, tmp_path: Path) -> None:
     undisturbed = run(processes, method, True)
-    assert [path.name for path in undisturbed.checkpoints] == ["step-00000010", "step-00000020"]
+    assert [path.name for path in undisturbed.checkpoints] == [f"step-{step:08d}" for step in (HALF, STEPS)]
     again = resumed(tmp_path / "again", processes, method, undisturbed.checkpoints[0])
     assert equal_after_resume(undisturbed, again)
 
@@ -103,7 +103,7 @@ def test_resume_is_bit_exact_on_four_processes(tmp_path: Path) -> None:
 def test_resume_without_optimizer_state_would_be_seen(tmp_path: Path) -> None:
     """Control: the same checkpoint with Adam's second moments set to zero resumes to something else."""
     undisturbed = run(1, "full", True)
-    damaged = tmp_path / "step-00000010"
+    damaged = tmp_path / f"step-{HALF:08d}"
     shutil.copytree(undisturbed.checkpoints[0], damaged)
     (file,) = damaged.glob("*.safetensors")
     tensors = load_file(file)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, set_seed
 from tests.launching import Finished, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume, reference, resumed, same_bits, stock_loss
-from tests.parity.runs import config, curve, long, mostly_long, options, run
+from tests.parity.runs import HALF, config, curve, long, mostly_long, options, run
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.quantization import four_bit_layers
@@ -109,7 +109,7 @@ def test_p0_and_p3_of_sharded_four_bit_weights(tmp_path: Path) -> None:
     assert same_bits(sharded("fsdp2"), sharded("fsdp2", again=1))
     moved = resumed(tmp_path / "moved", 2, "qlora", run(2, "qlora", True).checkpoints[0], "fsdp2")
     before = curve(run(2, "qlora", True))
-    joined = plain.Curve(before.losses[:10] + moved.series("loss"), before.norms[:10] + moved.series("grad_norm"))
+    joined = plain.Curve(before.losses[:HALF] + moved.series("loss"), before.norms[:HALF] + moved.series("grad_norm"))
     assert joined.agrees(four_bit_reference(True))
 
 

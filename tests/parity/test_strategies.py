@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests.launching import Finished, launch
 from tests.parity.checks import check_export, equal_after_resume, reference, resumed, same_bits, stock_loss
 from tests.parity.plain import LOSS_TOLERANCE, NORM_TOLERANCE
-from tests.parity.runs import STEPS, curve, mostly_long, options, run
+from tests.parity.runs import HALF, STEPS, curve, mostly_long, options, run
 from tests.parity.test_options import bf16_band, difference
 from trainers.checkpoint.export import export_again
 from trainers.embedded import BASE_DIR
@@ -121,7 +121,7 @@ def test_p4_merged_adapters_are_the_trained_model(name: str, tmp_path: Path) -> 
 )
 def test_p3_a_checkpoint_moves_to_another_strategy(before: str, after: str, tmp_path: Path) -> None:
     moved = resumed(tmp_path / "moved", 2, "full", full(before).checkpoints[0], after)
-    losses, norms = reference("full", True).losses[10:], reference("full", True).norms[10:]
+    losses, norms = reference("full", True).losses[HALF:], reference("full", True).norms[HALF:]
     assert max(abs(a - b) for a, b in zip(moved.series("loss"), losses, strict=True)) <= 1e-5
     assert max(abs(a - b) / b for a, b in zip(moved.series("grad_norm"), norms, strict=True)) <= 1e-4
 

@@ -33,15 +33,16 @@ STRATEGIES = [
     *[(1, "single"), (8, "3d"), (8, "hsdp_tp")],
 ]
 QUICK = {(2, "fsdp2"), (2, "tp"), (2, "pp")}
-LORA_IN_CHECK = {(2, "zero3"), (2, "fsdp1"), (4, "pp_fsdp2"), (4, "zero2_tp")}
+IN_CHECK = {(2, "fsdp1"), (2, "zero2"), (4, "hsdp"), (4, "fsdp2_tp")}
+LORA_IN_CHECK = {(2, "zero3"), (4, "pp_fsdp2")}
 
 
 def _marks(case: tuple[int, str], method: str) -> list[pytest.MarkDecorator]:
-    """`make test` loads under three strategies, `make check` all weights under all others too; `make unit` all."""
+    """`make test` loads under three strategies, `make check` under one of each kind, `make unit` under all."""
     if (method == "full" and case in QUICK) or (method == "qlora" and case == (2, "fsdp2")):
         return []
-    in_check = method == "full" if case not in LORA_IN_CHECK else method == "lora"
-    return [pytest.mark.slow] if in_check and case != (8, "hsdp_tp") else [pytest.mark.slow, pytest.mark.long]
+    in_check = case in (IN_CHECK if method == "full" else LORA_IN_CHECK)
+    return [pytest.mark.slow] if in_check else [pytest.mark.slow, pytest.mark.long]
 
 
 ON_LOAD = [

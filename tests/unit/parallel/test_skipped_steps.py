@@ -19,11 +19,19 @@ from tests.launching import ROOT, environment
 
 SCRIPT = Path(__file__).with_name("skipped_step_ranks.py")
 QUICK = ["zero2", "zero3"]
-SLOW = ["ddp", "fsdp1", "fsdp2", "zero1", "zero3_offload", "pp", "tp", "fsdp2_tp", "zero2_tp"]
+SLOW = ["ddp", "fsdp2", "pp", "tp", "fsdp2_tp"]
+LONG = ["fsdp1", "zero1", "zero3_offload", "zero2_tp"]
 FOUR_RANKS = ("fsdp2_tp", "zero2_tp")
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.long) for name in LONG),
+    ],
+)
 def test_a_refused_or_skipped_step_changes_nothing(name: str, tmp_path: Path) -> None:
     """Control, in the same processes: a step with finite numbers changes all of it, before and after those."""
     world = 4 if name in FOUR_RANKS else 2
