@@ -1,9 +1,9 @@
 """One epoch of a stream, and what mixes and streams cost per step: `python -m benchmarks.stream [--megabytes 1000]`.
 
-The first table streams generated rows, a tenth of which is text, through a limit of disk space, without training. Memory
-is that of all processes together, without pages of mapped files, at a tenth of the epoch and at its end; disk is what
-the cache folder takes at most. The second one trains the embedded model on chat rows that are read in full, mixed and
-streamed, in turn.
+The first table streams generated rows, a tenth of which is text, through a limit of disk space, without training.
+Memory is that of all processes together, without pages of mapped files, at a tenth of the epoch and at its end; disk is
+what the cache folder takes at most. The second one trains the embedded model on chat rows that are read in full, mixed
+and streamed, in turn.
 """
 
 from __future__ import annotations
