@@ -16,6 +16,7 @@ from typing import Any
 
 from app.command_line import DEVICES, Args, Verb
 from app.console import shortened
+from app.eval.comparison import Settings
 from app.launch.job import TrainJob, train_job
 from app.runs.runs import config_values, find_run
 from app.services.chat import HUB_ID, weights_of
@@ -51,9 +52,9 @@ EVAL = Verb(
     own={
         "base": option("base", "<model>", "Model to compare with; default: what the first run started from; none: the "
                        "first model."),
-        "metrics": option("metrics", "<a,b,c>", "Metrics of answers; default: all that fit."),
+        "metrics": option("metrics", "<a,b,c>", "Names, or path.py:function for one of your own; default: what fits the "
+                          "rows. docs/evaluation.md lists them."),
         "schema": option("schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
-        "metric": option("metric", "<file.py:function>", "A metric of your own, from prompts, answers and expected."),
         "answer_tokens": option("answer_tokens", "<int>", "Longest answer, in tokens; 0: losses alone. Default: "
                                 f"{ANSWER_TOKENS}."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
@@ -101,10 +102,12 @@ class Plan:
     Args:
         folder: folder of the report and of all runs; not created yet.
         candidates: the models, the one that others are compared with first.
+        settings: what is computed of their rows.
     """
 
     folder: Path
     candidates: list[Candidate]
+    settings: Settings
 
 
 @dataclass(frozen=True)
@@ -142,11 +145,15 @@ def make_plan(args: Args) -> Plan:
             models.append(_model(name, runs_dir))
     with mistakes:
         tokens = _whole_number(args.own, "answer_tokens", ANSWER_TOKENS)
+    settings = Settings()
+    with mistakes:
+        settings = _settings(args.own)
+        settings.check()
     mistakes.refuse()
     models = [*_base(str(args.own.get("base", BASE)), models, runs_dir), *models]
     first = next((model.run for model in models if model.run), None)
     shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
-    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [])
+    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings)
     labels: set[str] = set()
     for model in models:
         others = (f"{model.label} {number}" for number in count(2))
@@ -231,6 +238,13 @@ def _rows(run: RunFolder | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError.about("dataset_name", None, problem, "name the rows, such as --dataset_name test.jsonl")
     settings = {name: values[name] for name in (_HOW | of_data) & values.keys()}
     return {**settings, **chosen, "report_to": ""}
+
+
+def _settings(values: Mapping[str, Any]) -> Settings:
+    """What is computed, as the command line says."""
+    metrics = [name.strip() for name in str(values["metrics"]).split(",")] if "metrics" in values else None
+    schema = str(Path(str(values["schema"])).expanduser().absolute()) if "schema" in values else None
+    return Settings(metrics, schema, _whole_number(values, "changed", 5))
 
 
 def _whole_number(values: Mapping[str, Any], name: str, default: int) -> int:

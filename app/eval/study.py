@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 from app.console import say
 from app.eval.plan import Candidate, Plan
+from app.eval.rows import Row, read_rows
 from app.launch.actions import ExportFailed, export
 from app.launch.foreground import interruptible, launch, preflight, where
 from app.launch.job import TrainJob
 from app.launch.progress import progress_display
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import RunFolder, register_outside, unregister
-
-Rows = list[dict[str, Any]]
-"""What `evaluation.jsonl` of a run holds."""
+from trainers.run.folder import register_outside, unregister
 
 
 class Study:
@@ -36,7 +32,7 @@ class Study:
 
     def __init__(self, plan: Plan, quiet: bool):
         self.plan, self.quiet = plan, quiet
-        self.rows: dict[str, Rows] = {}
+        self.rows: dict[str, list[Row]] = {}
         self.failed: dict[str, str] = {}
         self.interrupted = False
         self._warned: set[str] = set()
@@ -94,16 +90,5 @@ class Study:
             self.failed[name] = str(state.get("cause") or state["state"])
             say(f"{label}: {self.failed[name]}; log: {job.run.log}")
             return
-        self.rows[name] = rows_of(job.run)
+        self.rows[name] = read_rows(job.run.evaluation)
 
-
-def rows_of(run: RunFolder) -> Rows:
-    """The evaluated rows of a run, in the order of the data.
-
-    Raises:
-        ConfigError: if they cannot be read.
-    """
-    try:
-        return [json.loads(line) for line in run.evaluation.read_text(encoding="utf-8").splitlines()]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {run.evaluation}: {error}; evaluate the model again") from None
