@@ -38,7 +38,7 @@ ifeq ($(TORCH),cpu)
 else
 	$(INSTALL) --quiet -c constraints.txt torch
 endif
-	$(INSTALL) --quiet -c constraints.txt --editable ".[ui]"
+	$(INSTALL) --quiet -c constraints.txt --editable ".[ui,eval]"
 	touch $(APP)
 
 $(DEVELOPMENT): $(APP)

@@ -52,9 +52,9 @@ EVAL = Verb(
     own={
         "base": option("base", "<model>", "Model to compare with; default: what the first run started from; none: the "
                        "first model."),
-        "metrics": option("metrics", "<a,b,c>", "Names, or path.py:function for one of your own; default: what fits the "
-                          "rows. docs/evaluation.md lists them."),
-        "schema": option("schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
+        "metrics": option("metrics", "<a,b,c>", "Names, or path.py:function for one of your own; default: those that fit "
+                          "the rows. docs/evaluation.md lists them."),
+        "metric_schema": option("metric_schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
         "answer_tokens": option("answer_tokens", "<int>", "Longest answer, in tokens; 0: losses alone. Default: "
                                 f"{ANSWER_TOKENS}."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
@@ -243,7 +243,7 @@ def _rows(run: RunFolder | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
 def _settings(values: Mapping[str, Any]) -> Settings:
     """What is computed, as the command line says."""
     metrics = [name.strip() for name in str(values["metrics"]).split(",")] if "metrics" in values else None
-    schema = str(Path(str(values["schema"])).expanduser().absolute()) if "schema" in values else None
+    schema = str(Path(str(values["metric_schema"])).expanduser().absolute()) if "metric_schema" in values else None
     return Settings(metrics, schema, _whole_number(values, "changed", 5))
 
 

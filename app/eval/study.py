@@ -91,4 +91,3 @@ class Study:
             say(f"{label}: {self.failed[name]}; log: {job.run.log}")
             return
         self.rows[name] = read_rows(job.run.evaluation)
-

@@ -8,16 +8,14 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
-import json
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import Any
 
+from trainers.config.json_schema import schema_mistakes
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.objective_file import read_file, split_objective
 from trainers.config.objectives import ANSWER, MEDIA, PROMPT_ROLES
 from trainers.config.options import TrainConfig
-from trainers.config.strict_json import DuplicateKey, no_constant, unique_keys
 
 SAMPLED_TEXTS = ("prompts", "completions")
 """What every reward can get besides columns of the data."""
@@ -62,62 +60,9 @@ def schema_version(schema: str) -> dict[str, str]:
 
 
 def _schema_mistakes(path: str | None) -> list[Mistake]:
-    """Why no answer can be compared with a JSON Schema; pages show it, so it quotes no more than a reference."""
     if path is None:
         return [Mistake("reward_schema", None, "is not set, and the reward json_schema needs it", "name its file")]
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import Draft202012Validator, validator_for
-
-    correct = "correct the file"
-    try:
-        schema = json.loads(read_file("reward_schema", path), object_pairs_hook=unique_keys, parse_constant=no_constant)
-        if not isinstance(schema, dict) or not isinstance(schema.get("$schema", ""), str):
-            return [Mistake("reward_schema", path, "is no object of JSON that describes an answer", correct)]
-        validator_for(schema, default=Draft202012Validator).check_schema(schema)
-        return _reference_mistakes(path, schema)
-    except ConfigError as error:
-        return error.mistakes
-    except DuplicateKey:
-        return [Mistake("reward_schema", path, "has a key twice in one object", correct)]
-    except SchemaError as error:
-        problem = f"is no JSON Schema: what stands at {error.json_path} does not fit {error.validator}"
-        return [Mistake("reward_schema", path, problem[:300], correct)]
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        why = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
-        return [Mistake("reward_schema", path, f"is no JSON Schema: {why}", correct)]
-
-
-def _reference_mistakes(path: str, schema: dict[str, Any]) -> list[Mistake]:
-    """A mistake if a schema refers to what it does not hold, or to itself without end."""
-    from jsonschema.validators import Draft202012Validator, validator_for
-    from jsonschema_specifications import REGISTRY
-    from referencing import Resource
-    from referencing.jsonschema import DRAFT202012
-
-    resource = Resource.from_contents(schema, default_specification=DRAFT202012)
-    if (target := _dangling(resource, REGISTRY.resolver_with_root(resource))) is not None:
-        problem = f"refers to {target[:80]!r}, which it does not hold, and nothing is fetched"
-        return [Mistake("reward_schema", path, problem, "copy it into $defs, and refer to #/$defs/NAME")]
-    try:
-        validator_for(schema, default=Draft202012Validator)(schema, registry=REGISTRY).is_valid(None)
-    except RecursionError:
-        return [Mistake("reward_schema", path, "refers to itself without end", "correct the file")]
-    return []
-
-
-def _dangling(resource: Any, resolver: Any) -> str | None:
-    """The first reference of a schema that leads nowhere; None without."""
-    from referencing.exceptions import Unresolvable
-
-    for name in ("$ref", "$dynamicRef"):
-        target = resource.contents.get(name) if isinstance(resource.contents, dict) else None
-        try:
-            if isinstance(target, str):
-                resolver.lookup(target)
-        except Unresolvable:
-            return target
-    inside = (_dangling(part, resolver.in_subresource(part)) for part in resource.subresources())
-    return next((target for target in inside if target is not None), None)
+    return schema_mistakes("reward_schema", path)
 
 
 def columns_of_rewards(config: TrainConfig) -> dict[str, bool] | None:

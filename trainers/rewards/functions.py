@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trainers.config.strict_json import no_constant, unique_keys
+from trainers.config.json_schema import schema_test
 
 Reward = Callable[..., Sequence[float]]
 """Called with `prompts`, `completions` and columns of the data by name, as far as it has such parameters."""
@@ -33,17 +32,7 @@ def json_schema(schema: Any) -> Reward:
     Args:
         schema: the JSON Schema, by the package `jsonschema`. It may refer to its own parts; nothing is fetched.
     """
-    from jsonschema.validators import Draft202012Validator, validator_for
-    from jsonschema_specifications import REGISTRY
-
-    validator = validator_for(schema, default=Draft202012Validator)(schema, registry=REGISTRY)
-
-    def fits(text: str) -> bool:
-        try:
-            return bool(validator.is_valid(json.loads(text, object_pairs_hook=unique_keys, parse_constant=no_constant)))
-        except (ValueError, TypeError, ArithmeticError, RecursionError):  # such as a number too large to divide
-            return False
-
+    fits = schema_test(schema)
     return lambda completions: [float(fits(text)) for text in completions]
 
 

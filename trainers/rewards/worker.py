@@ -1,4 +1,5 @@
-"""The process that computes rewards: `python -P -m trainers.rewards.worker MEMORY_GIB SCHEMA NAME...`
+"""The process that computes rewards and other functions of texts:
+`python -P -m trainers.rewards.worker MEMORY_GIB SCHEMA NAME...`
 
 Reads requests as JSON lines from standard input and writes an answer to each. What the functions print goes to standard
 error. Its limits and its environment guard against accidents; it is no sandbox.
@@ -51,20 +52,20 @@ def load(name: str, schema: str) -> tuple[Reward, Collection[str]]:
 
 
 def computed(function: Reward, parameters: Collection[str], request: Mapping[str, Sequence[Any]]) -> list[float]:
-    """The rewards of a request.
+    """The values of a function, such as a reward, for a request.
 
     Args:
-        function: the reward.
+        function: the function.
         parameters: names of what it gets, as far as the request has it.
-        request: `prompts`, `completions` and columns of the data, equally long.
+        request: `prompts`, the answers (`completions` for a reward) and columns of the data, equally long.
 
     Raises:
         ValueError: if it gives anything but a finite number for each answer.
     """
     values = list(function(**{name: values for name, values in request.items() if name in parameters}))
-    count = len(request["completions"])
+    count = len(request["prompts"])
     if len(values) != count:
-        raise ValueError(f"it gave {len(values)} rewards for {count} answers")
+        raise ValueError(f"it gave {len(values)} numbers for {count} answers")
     numbers = []
     for value in values:
         try:

@@ -166,7 +166,7 @@ def test_a_process_answers_again_and_keeps_its_modules(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        ("def f(completions):\n    return [1.0]\n", "it gave 1 rewards for 2 answers"),
+        ("def f(completions):\n    return [1.0]\n", "it gave 1 numbers for 2 answers"),
         ("def f(completions):\n    return [1.0, float('nan')]\n", "it gave 'nan', which is not a finite number"),
         ("def f(completions):\n    return [1.0, None]\n", "it gave 'None', which is not a finite number"),
         ("def f(completions):\n    raise KeyError('x')\n", "KeyError: 'x'"),

@@ -1,0 +1,92 @@
+"""The tables and lines of `tunesmith eval`: models' answers are shown without control characters, and shortened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from app.console import clean, counted, number, report, shortened, show_table
+from app.eval.metrics import LOWER_IS_BETTER
+from app.eval.statistics import ALPHA
+from trainers.config.objective_file import short_name
+
+_LONGEST = 200
+"""Characters of a prompt or an answer that are shown."""
+ONE_BY_ONE = (
+    f"Each comparison is at {ALPHA:.0%} by itself: of 20 comparisons of equal models, one is expected to show a "
+    "difference."
+)
+
+
+def print_comparison(document: Mapping[str, Any]) -> None:
+    """Prints the document of `compare` on stdout: a table of each metric, a line for each comparison, what changed."""
+    for metric in document["metrics"]:
+        rows = [entry for entry in document["rows"] if entry["metric"] == metric]
+        report(f"\n{_safe(_title(metric))}")
+        show_table(*_table(rows))
+        for entry in document["comparisons"]:
+            if entry["metric"] == metric:
+                report(_safe(comparison_line(entry)))
+    if len(document["comparisons"]) > 1:
+        report(f"\n{ONE_BY_ONE}")
+    _print_changed(document["changed"])
+    for note in document["notes"]:
+        report(_safe(f"note: {note}"))
+
+
+def comparison_line(entry: Mapping[str, Any]) -> str:
+    """What a comparison shows, in a line; never that two models are equal, which no test can show."""
+    source = "" if entry["source"] is None else f" on {entry['source']}"
+    pair = f"{entry['b']} against {entry['a']}{source}"
+    if entry["difference"] is None:
+        return f"{pair}: cannot be compared"
+    rows = entry["rows"]
+    bounds = "" if entry["low"] is None else f" [{number(entry['low'])}, {number(entry['high'])}]"
+    measured = f"{entry['difference']:+.4f}{bounds}, p = {number(entry['p_value'])}, {counted(rows, 'row', 'rows')}"
+    if not entry["significant"]:
+        return f"{pair}: no difference shown ({measured})"
+    lower = entry["difference"] < 0
+    return f"{pair}: {'better' if lower == (entry['metric'] in LOWER_IS_BETTER) else 'worse'} ({measured})"
+
+
+def _title(metric: str) -> str:
+    better = "lower" if metric in LOWER_IS_BETTER else "higher"
+    return f"{short_name(metric)} ({better} is better)"
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    with_sources = any(entry["source"] is not None for entry in rows)
+    headers = ["model", *(["source"] if with_sources else []), "value", "95 % interval", "rows"]
+    cells = []
+    for entry in rows:
+        bounds = "-" if entry["low"] is None else f"{number(entry['low'])} to {number(entry['high'])}"
+        source = ["all" if entry["source"] is None else entry["source"]] if with_sources else []
+        cells.append([_safe(entry["model"]), *map(_safe, source), number(entry["value"]), bounds, f"{entry['rows']:,}"])
+    return headers, cells
+
+
+def _print_changed(changes: Sequence[Mapping[str, Any]]) -> None:
+    if changes:
+        report("\nChanged most")
+    for change in changes:
+        right = {True: "right", False: "wrong"}
+        verdict = ""
+        if change["was_right"] is not None:
+            verdict = f"{right[change['was_right']]} before, {right[change['is_right']]} after; "
+        measured = f"{change['metric']} {number(change['before'])} to {number(change['after'])}"
+        report(_safe(f"  {change['row']} ({verdict}{measured})"))
+        texts = {"prompt": change["prompt"], "expected": change["expected"], change["a"]: change["answer_a"],
+                 change["b"]: change["answer_b"]}  # fmt: skip
+        for label, text in texts.items():
+            if text is not None:
+                report(_safe(f"    {label}: {_line(text)}"))
+
+
+def _line(text: str) -> str:
+    """A text in one line."""
+    return shortened(" ".join(_safe(text).split()), _LONGEST)
+
+
+def _safe(text: str) -> str:
+    """A text for a terminal, without control characters, and halves of surrogate pairs, which JSON may have."""
+    return clean(text.encode(errors="replace").decode())
