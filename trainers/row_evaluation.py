@@ -63,14 +63,15 @@ def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> Non
     lines = []
     for index, prompt in enumerate(prompts):
         loss, trained = losses[index]
-        tokens, ended = answers.get(index, (None, None))
+        tokens, ended = answers.get(index, (None, False))
         row = {
             "row": documents.where(index), "source": _source(documents, index),
             "loss": loss if math.isfinite(loss) else None, "tokens": trained,
+            "characters": _trained_characters(documents, index, tokenizer),
             "prompt": tokenizer.decode(prompt.tokens),
             "expected": tokenizer.decode(prompt.answer, skip_special_tokens=True),
             "answer": None if tokens is None else tokenizer.decode(tokens, skip_special_tokens=True),
-            "answer_tokens": None if tokens is None else len(tokens), "ended": ended,
+            "ended": ended,
         }  # fmt: skip
         lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomic(context.run.evaluation, "".join(lines))
@@ -97,6 +98,12 @@ def _prompts_to_answer(config: TrainConfig, documents: Documents, prompts: list[
         problem = f"does not fit after the {tokens:,} tokens of the prompt in {documents.where(longest)}, of {limit:,}"
         raise ConfigError.about("eval_answer_tokens", most, problem, "lower it, or leave that row out")
     return sorted(numbers, key=lambda index: len(prompts[index].tokens))
+
+
+def _trained_characters(documents: Documents, index: int, tokenizer: Any) -> int:
+    """Characters of all that is trained of a document."""
+    tokens, mask = documents.document(index)
+    return len(tokenizer.decode(tokens[mask], skip_special_tokens=True))
 
 
 def _losses(context: TrainContext, documents: Documents, beat: Callable[..., None]) -> list[tuple[float, int]]:

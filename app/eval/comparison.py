@@ -203,7 +203,7 @@ def _model_notes(model: _Model, metrics: Iterable[str]) -> list[str]:
         if metric in LOSS_METRICS and model.sums[metric].rows and point(model.sums[metric]) is None:
             notes.append(f"{model.name}: {metric} is not finite, so it is not compared")
         if metric == _BY_CHARACTERS and (without := len(model.rows) - model.sums[metric].rows):
-            notes.append(f"{model.name}: {without:,} of {total} have no trained token or no expected text and are left "
+            notes.append(f"{model.name}: {without:,} of {total} have nothing trained and are left "
                          f"out of {metric}")  # fmt: skip
     return notes
 

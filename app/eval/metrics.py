@@ -119,12 +119,12 @@ def loss_sums(metric: str, rows: Sequence[Row]) -> RowSums:
     """A metric of the losses of rows, as the ratio of sums over rows.
 
     Args:
-        metric: `loss`, nats per trained token; `perplexity`, exp of it; `bits_per_character` of the expected texts,
+        metric: `loss`, nats per trained token; `perplexity`, exp of it; `bits_per_character` of what is trained,
             which does not depend on the tokenizer.
         rows: rows, each with a trained token and, for `bits_per_character`, a character.
     """
     if metric == "bits_per_character":
-        return ratio_of([row.loss / np.log(2) for row in rows], [len(row.expected) for row in rows])
+        return ratio_of([row.loss / np.log(2) for row in rows], [row.characters for row in rows])
     losses, tokens = [row.loss for row in rows], [row.tokens for row in rows]
     return ratio_of(losses, tokens, np.exp) if metric == "perplexity" else ratio_of(losses, tokens)
 
@@ -133,7 +133,7 @@ def has_input(metric: str, row: Row) -> bool:
     """Whether a row has what a metric is computed from; metrics of one's own are computed from answers."""
     if metric not in LOSS_METRICS:
         return row.answer is not None
-    return row.tokens > 0 and (metric != "bits_per_character" or row.expected != "")
+    return row.tokens > 0 and (metric != "bits_per_character" or row.characters > 0)
 
 
 def check_metrics(requested: Iterable[str] | None, schema: str | None) -> None:

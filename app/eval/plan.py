@@ -52,8 +52,8 @@ EVAL = Verb(
     own={
         "base": option("base", "<model>", "Model to compare with; default: what the first run started from; none: the "
                        "first model."),
-        "metrics": option("metrics", "<a,b,c>", "Names, or path.py:function for one of your own; default: those that fit "
-                          "the rows. docs/evaluation.md lists them."),
+        "metrics": option("metrics", "<a,b,c>", "Names, or path.py:function for your own; default: those that fit the "
+                          "rows. docs/evaluation.md lists them."),
         "metric_schema": option("metric_schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
         "answer_tokens": option("answer_tokens", "<int>", "Longest answer, in tokens; 0: losses alone. Default: "
                                 f"{ANSWER_TOKENS}."),

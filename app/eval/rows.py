@@ -27,6 +27,7 @@ class Row:
         expected: the answer in the data.
         answer: the model's answer; None if it was not asked for one.
         ended: whether the model ended its answer by itself.
+        characters: of all that is trained.
     """
 
     row: str
@@ -37,11 +38,13 @@ class Row:
     expected: str
     answer: str | None
     ended: bool
+    characters: int
 
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "row": (str,), "source": (str, type(None)), "loss": (int, float, type(None)), "tokens": (int,), "prompt": (str,),
     "expected": (str,), "answer": (str, type(None)), "ended": (bool,),
+    "characters": (int,),
 }  # fmt: skip
 
 

@@ -62,8 +62,8 @@ def test_rows_are_evaluated_as_by_stock_transformers(strategy: str, tmp_path: Pa
         assert [row[name] for row in rows] == [row[name] for row in stock()]
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in stock()], abs=1e-4)
     ended = [row["ended"] for row in rows]
-    assert ended == [row["answer_tokens"] < TOKENS or row["ended"] for row in rows]
     assert set(ended) == {True, False}
+    assert [row["characters"] for row in rows] == [len(row["expected"]) for row in rows]
     changed = stock(last=1)  # control
     assert [row["answer"] for row in rows] != [row["answer"] for row in changed]
     assert [row["loss"] for row in rows] != pytest.approx([row["loss"] for row in changed], abs=1e-2)

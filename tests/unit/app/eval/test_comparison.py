@@ -28,7 +28,17 @@ def made(count: int, seed: int, right: float = 0.5, gain: float = 0.0) -> list[R
         loss = tokens * (1 + difficulty - gain + 0.05 * draw.gauss(0, 1))
         source = ("math", "chat")[number % 2]
         rows.append(
-            Row(f"data:{number}", source, loss, tokens, f"Question {number}?", f"answer {number}", answer, True)
+            Row(
+                f"data:{number}",
+                source,
+                loss,
+                tokens,
+                f"Question {number}?",
+                f"answer {number}",
+                answer,
+                True,
+                len(f"answer {number}"),
+            )
         )
     return rows
 

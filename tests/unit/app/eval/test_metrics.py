@@ -35,7 +35,7 @@ def row(
     expected: str = "yes", answer: str | None = "yes", loss: float = 1.0, tokens: int = 2, name: str = "data:1",
     source: str | None = None,
 ) -> Row:  # fmt: skip
-    return Row(name, source, loss, tokens, "Is it?", expected, answer, True)
+    return Row(name, source, loss, tokens, "Is it?", expected, answer, True, len(expected))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,9 @@ from app.eval.own_metrics import OwnMetrics, check_own_metrics, own_metrics
 from app.eval.rows import Row
 from trainers.config.mistakes import ConfigError
 
-ROWS = [Row(f"data:{at}", None, 1.0, 1, "Is it?", "yes", answer, True) for at, answer in enumerate(["yes", "no, no"])]
+ROWS = [
+    Row(f"data:{at}", None, 1.0, 1, "Is it?", "yes", answer, True, 3) for at, answer in enumerate(["yes", "no, no"])
+]
 
 
 def write(folder: Path, body: str) -> str:
