@@ -14,7 +14,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from app.command_line import DEVICES, Args, Verb
+from app.command_line import Args, Verb
 from app.console import shortened
 from app.eval.comparison import Settings
 from app.launch.job import TrainJob, train_job
@@ -43,6 +43,11 @@ _SET_BY_EVAL = frozenset({
     "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "output_dir", "preset",
     "resume_from_checkpoint",
 })  # fmt: skip
+_CHOSEN = _HOW | {
+    "dataset_name", "dataset_config_name", "eval_split", "max_eval_samples", "columns", "sample_by", "overlong",
+    "bad_rows", "chat_template", "runs_dir", "cache_dir",
+}  # fmt: skip
+"""The options of `train` that an evaluation takes."""
 EVAL = Verb(
     "eval",
     "Compare models on the same rows: loss, answers and what they score, with intervals and a paired test. The first "
@@ -59,10 +64,8 @@ EVAL = Verb(
                                 f"{ANSWER_TOKENS}."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
     },
-    launch=("strategy", *DEVICES),
-    hidden={name for name in TrainConfig.model_fields if name not in _HOW}
-    - {"dataset_name", "dataset_config_name", "eval_split", "max_eval_samples", "columns", "sample_by",
-       "overlong", "bad_rows", "chat_template", "runs_dir", "cache_dir"},
+    launch=("strategy", "gpus", "num_processes"),
+    hidden={*TrainConfig.model_fields, "config"} - _CHOSEN,
 )  # fmt: skip
 
 
@@ -136,6 +139,12 @@ def make_plan(args: Args) -> Plan:
     mistakes, chosen = Mistakes(args.request.mistakes), dict(args.request.options)
     mistakes += [Mistake(name, shortened(str(chosen[name])), "is set by eval", "name the models, and --dataset_name")
                  for name in sorted(_SET_BY_EVAL & chosen.keys())]  # fmt: skip
+    unused = sorted(chosen.keys() - _CHOSEN - _SET_BY_EVAL) + (["config"] if args.request.config else [])
+    mistakes += [Mistake(name, None, "has no part in an evaluation", "leave it out") for name in unused]
+    mistakes += [Mistake(name, args.launch[name], "has no part in an evaluation", "leave it out")
+                 for name in sorted(args.launch.keys() - {"strategy", "gpus", "num_processes"})]  # fmt: skip
+    mistakes += [Mistake(f"--{name}", None, "has no part in an evaluation", "leave it out")
+                 for name in sorted(args.switches - {"json", "quiet"})]  # fmt: skip
     runs_dir = Path(str(chosen.get("runs_dir", TrainConfig.model_fields["runs_dir"].default))).expanduser()
     if not args.names:
         mistakes.append(Mistake("", None, "there is no model to evaluate", "name a run, a model folder or a Hub id"))

@@ -41,7 +41,7 @@ def test_the_pages_have_these_commands() -> None:
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
         "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan",
-        "doctor", "sweep",
+        "doctor", "sweep", "eval",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
     assert len(ELSEWHERE) == 3
@@ -55,8 +55,8 @@ def test_make_targets_exist() -> None:
         assert re.search(rf"^{line.split()[1]}:", makefile, re.MULTILINE)
 
 
-def own_data(folder: Path) -> None:
-    rows = [{"prompt": f"{number} plus 0 is ", "completion": str(number)} for number in range(400)]
+def own_data(folder: Path, count: int = 400) -> None:
+    rows = [{"prompt": f"{number} plus 0 is ", "completion": str(number)} for number in range(count)]
     (folder / "my.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
@@ -131,6 +131,7 @@ def test_checks(tmp_path: Path) -> None:
 def test_commands_on_a_run(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "runs" / "RUN")
     (tmp_path / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": 16}))
+    own_data(tmp_path, 8)
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
     others = [*TRAINING, *MACHINES, *SWEEPING, *PROVING, *PLANNING, *CHECKING, *SERVING]
@@ -139,7 +140,8 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
         if "OTHER" in line:  # RUN has ended by now
             shutil.copytree(run.path, tmp_path / "runs" / "OTHER")
-        done = tunesmith(*shlex.split(line)[1:], cwd=tmp_path)
+        short = ["--answer_tokens", "4"] if line.startswith("tunesmith eval") else []
+        done = tunesmith(*shlex.split(line)[1:], *short, cwd=tmp_path)
         assert done.returncode == 0, f"{line}\n{done.stderr}"
     program.communicate(timeout=300)
     assert (run.read_state() or {})["step"] == OPTIONS["max_steps"]

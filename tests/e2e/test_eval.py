@@ -1,0 +1,61 @@
+"""`tunesmith eval` as its user types it: a base, a run and a checkpoint of it on the same rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_commands import tunesmith
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = ["--max_steps", "12", "--save_steps", "4", "--max_train_samples", "400", "--max_eval_samples", "16"]
+    done = tunesmith("train", "tiny-lora", *options, "--quiet", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (run,) = (folder / "runs").iterdir()
+    return run
+
+
+def test_models_are_compared_on_the_same_rows(trained: Path) -> None:
+    folder, run = trained.parent.parent, trained.name
+    (folder / "mine.py").write_text("def length(prompts, answers, expected):\n    return [len(a) for a in answers]\n")
+    checkpoint = f"{run}@step-00000008"
+    words = [run, checkpoint, "--metrics", "loss,exact_match,mine.py:length", "--answer_tokens", "48"]
+    done = tunesmith("eval", *words, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document == json.loads(Path(document["report_dir"], "report.json").read_text())
+    assert document["failed"] == {}
+    values = {(row["model"], row["metric"].rpartition(":")[2]): row for row in document["rows"]}
+    assert {model for model, _ in values} == {"base", run, checkpoint}
+    assert {metric for _, metric in values} == {"loss", "exact_match", "length"}
+    assert all(row["low"] <= row["value"] <= row["high"] and row["rows"] == 16 for row in values.values())
+    assert values[run, "loss"]["value"] < values[checkpoint, "loss"]["value"] < values["base", "loss"]["value"]
+    metrics = (trained / "metrics.jsonl").read_text().splitlines()
+    logged = [json.loads(line)["eval_loss"] for line in metrics if "eval_loss" in json.loads(line)]
+    assert values[run, "loss"]["value"] == pytest.approx(logged[-1], abs=1e-5)
+    compared = {(entry["b"], entry["metric"]): entry for entry in document["comparisons"]}
+    assert {entry["a"] for entry in compared.values()} == {"base"}
+    assert compared[run, "loss"]["significant"] is True
+    assert compared[run, "loss"]["difference"] < 0
+    assert not list(Path(document["report_dir"]).glob("exports/*"))
+    listed = json.loads(tunesmith("runs", "list", "--json", cwd=folder).stdout)
+    assert [entry["id"] for entry in listed] == [run], "the runs of a report are not listed"
+
+
+def test_a_model_that_fails_leaves_the_others(trained: Path) -> None:
+    folder, run = trained.parent.parent, trained.name
+    weights = trained / "checkpoints" / "step-00000008"
+    for file in weights.glob("*.safetensors"):
+        file.write_bytes(file.read_bytes()[:-9])
+    done = tunesmith("eval", run, f"{run}@step-00000008", "--base", "none", "--answer_tokens", "0", cwd=folder)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert f"{run}@step-00000008" in done.stderr
+    assert "perplexity (lower is better)" in done.stdout
+    assert "exact_match" not in done.stdout

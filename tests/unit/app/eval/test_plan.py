@@ -1,0 +1,104 @@
+"""What `tunesmith eval` evaluates, on which rows, and what it refuses."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.eval.plan import EVAL, Plan, make_plan
+from tests.made_runs import add_checkpoint, made_run
+from trainers.config.mistakes import ConfigError
+from trainers.embedded import BASE_DIR
+from trainers.run.folder import write_json
+
+
+def plan(*words: str) -> Plan:
+    args = EVAL.read(list(words))
+    assert args is not None
+    return make_plan(args)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run with an adapter and a checkpoint, and one of all weights without evaluation data."""
+    monkeypatch.chdir(tmp_path)
+    embedded: dict[str, Any] = {"model_name_or_path": "embedded", "dataset_name": "embedded"}
+    first = made_run(tmp_path / "runs", "first", config={
+        **embedded, "method": "lora", "eval_dataset_name": "embedded", "max_eval_samples": 7, "learning_rate": 1e-3,
+        "max_length": 300, "lora_r": 5,
+    })  # fmt: skip
+    add_checkpoint(first, 20)
+    first.model.mkdir()
+    write_json(first.model / "adapter_config.json", adapter())
+    (first.model / "adapter_model.safetensors").write_bytes((8).to_bytes(8, "little") + b"{}      ")
+    second = made_run(tmp_path / "runs", "second", config={**embedded, "method": "full"})
+    shutil.copytree(BASE_DIR, second.model)
+    return tmp_path
+
+
+def adapter() -> dict[str, Any]:
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": str(BASE_DIR), "r": 5,
+        "lora_alpha": 32, "target_modules": ["q_proj"], "bias": "none",
+    }  # fmt: skip
+
+
+def test_a_run_is_compared_with_its_base_on_its_own_rows(runs: Path) -> None:
+    made = plan("first", "first@step-00000020")
+    assert [candidate.label for candidate in made.candidates] == ["base", "first", "first@step-00000020"]
+    base, tuned, checkpoint = made.candidates
+    config = base.job().config
+    assert (config.model_name_or_path, config.from_run, config.method, config.lora_r) == ("embedded", None, "lora", 1)
+    assert (config.eval_only, config.eval_answer_tokens, config.objective) == (True, 256, "sft")
+    assert (config.eval_dataset_name, config.max_eval_samples, config.max_length) == ("embedded", 7, 300)
+    assert config.learning_rate != 1e-3
+    assert tuned.options["from_run"] == str(runs / "runs/first/model")
+    assert checkpoint.checkpoint is not None
+    assert (checkpoint.checkpoint[0].id, checkpoint.checkpoint[1]) == ("first", "step-00000020")
+    assert "from_run" not in checkpoint.options, "it is exported first"
+    folders = [candidate.options["output_dir"] for candidate in made.candidates]
+    assert len(set(folders)) == 3
+    assert not made.folder.exists()
+
+
+def test_other_rows_take_the_place_of_those_of_the_run(runs: Path) -> None:
+    (runs / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    words = ("--dataset_name", "mine.jsonl", "--base", "none", "--answer_tokens", "9")
+    (only,) = plan("second", *words).candidates
+    config = only.job().config
+    assert config.eval_dataset_name == str(runs / "mine.jsonl")
+    assert (config.max_eval_samples, config.eval_answer_tokens) == (None, 9)
+    assert (config.method, config.lora_r, config.model_name_or_path) == ("lora", 1, str(runs / "runs/second/model"))
+    by_folder = plan(str(BASE_DIR), *words).candidates[0].job().config
+    assert by_folder.model_name_or_path == str(BASE_DIR)
+    other = plan("first", "--dataset_name", "mine.jsonl", "--base", "embedded").candidates
+    assert [candidate.label for candidate in other] == ["embedded", "first"]
+    assert other[0].job().config.max_eval_samples is None, "those of the run are for its own rows"
+
+
+@pytest.mark.parametrize(
+    ("words", "lines"),
+    [
+        ((), ["there is no model to evaluate"]),
+        (("third",), ["there is no run 'third'"]),
+        (("first@step-00000010",), ["run first has no weights 'step-00000010'; it has model, step-00000020"]),
+        (("second",), ["dataset_name is missing: run second has no evaluation data"]),
+        (("embedded",), ["dataset_name is missing: no run says which rows to evaluate"]),
+        (
+            ("first", "--learning_rate", "1", "--method", "full", "--detach", "--tp_size", "2", "--config", "x.yaml"),
+            ["method=full is set by eval", "learning_rate has no part", "config has no part", "tp_size=2 has no part",
+             "--detach has no part"],
+        ),
+        (("first", "--metrics", "f2", "--answer_tokens", "-1"), ["--answer_tokens='-1' is not", "metrics=f2 is no"]),
+        (("first", "--strategy", "tp"), ["eval_only=true with tp 2: only data-parallel ranks evaluate row by row"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_evaluated_is_refused(runs: Path, words: tuple[str, ...], lines: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan(*words)
+    for line in lines:
+        assert line in "\n".join(refused.value.lines)
+    assert not list((runs / "runs").glob("eval-*"))
