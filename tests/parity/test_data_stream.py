@@ -12,7 +12,7 @@ import pytest
 from tests.launching import Finished, launch, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume
-from tests.parity.runs import config, curve, mostly_long, options, run
+from tests.parity.runs import STEPS, config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.data.stream import Stream
 
@@ -106,8 +106,8 @@ def test_a_bad_row_ends_the_run_when_its_window_comes_and_nothing_is_lost(tmp_pa
     (checkpoint,) = ended.checkpoints
     last = ended.rows("loss")[-1]["step"]
     assert checkpoint.name.endswith(f"{last:08d}")
-    assert 0 < last < 20
+    assert 0 < last < STEPS
     again = {**settings, "bad_rows": "skip", "resume_from_checkpoint": "auto"}
     resumed = launch_well(tmp_path / "run", 2, again, strategy="ddp")
-    assert [row["step"] for row in resumed.rows("loss")] == list(range(1, 21))
+    assert [row["step"] for row in resumed.rows("loss")] == list(range(1, STEPS + 1))
     assert "1 bad rows skipped, such as\n" in resumed.output

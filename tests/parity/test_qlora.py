@@ -159,7 +159,7 @@ def test_p4_plain_peft_loads_the_adapter_and_gives_the_trainers_loss(strategy: s
     assert stock_loss(model, "qlora") == pytest.approx(trained, abs=1e-5)
     # Control: on the base that was not quantised, the adapter is another model.
     whole = AutoPeftModelForCausalLM.from_pretrained(finished.run.model, attn_implementation="eager").eval()
-    assert abs(stock_loss(whole, "qlora") - trained) > 1e-3
+    assert abs(stock_loss(whole, "qlora") - trained) > 1e-4
 
 
 @long
