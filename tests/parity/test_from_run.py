@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.launching import Finished, launch, launch_well
 from tests.parity.checks import weights
-from tests.parity.runs import config, mostly_long, options, run
+from tests.parity.runs import STEPS, config, mostly_long, options, run
 from tests.parity.test_objectives import log_prob
 from trainers.data.prepare import prepare
 from trainers.embedded import BASE_DIR
@@ -68,7 +68,7 @@ def test_the_reference_of_dpo_is_the_base_with_the_adapter_of_the_first_stage(na
     assert not torch.allclose(values, stock(base), rtol=1e-2)  # control
     assert finished.series("loss")[0] == pytest.approx(0.6931472, abs=1e-5)
     card = (finished.run.model / "README.md").read_text()
-    assert f"1. {first().run.id} (sft on embedded, method=lora, step 20)" in card
+    assert f"1. {first().run.id} (sft on embedded, method=lora, step {STEPS})" in card
     assert "2. run (dpo on embedded, method=lora, step 2)" in card
 
 
