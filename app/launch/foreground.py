@@ -388,9 +388,10 @@ def print_summary(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[
     train, evaluation = number(values.get(measure)), number(values.get(f"eval_{measure}"))
     measures = f"train {measure} {train}, eval {measure} {evaluation}"
     if state["state"] == "done":
-        report(f"done: {state.get('step')} steps, {measures}")
+        evaluated = run.evaluation.exists()  # nothing was trained
+        report("done: rows evaluated" if evaluated else f"done: {state.get('step')} steps, {measures}")
         report(f"run    {run.path}")
-        report(f"model  {state.get('export_dir') or run.model}")
+        report(f"rows   {run.evaluation}" if evaluated else f"model  {state.get('export_dir') or run.model}")
         say_diagnoses(run, state, diagnoses)
         return
     say(how_it_ended(state))

@@ -194,6 +194,9 @@ def test_the_document_of_train_has_the_keys_of_the_design(capsys: pytest.Capture
     assert speed(job.run) == (3.0, 20.0)
     print_summary(job.run, state)
     assert "done: 2 steps" in capsys.readouterr().out
+    job.run.evaluation.write_text("")
+    print_summary(job.run, state)
+    assert f"rows   {job.run.evaluation}" in capsys.readouterr().out, "of a run that trained nothing"
 
 
 def test_a_failure_says_why_where_and_what_next(capsys: pytest.CaptureFixture[str]) -> None:
