@@ -16,7 +16,6 @@ import numpy as np
 from transformers import GenerationConfig
 
 from trainers.checkpoint.export import stop_tokens
-from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import TrainConfig
 from trainers.data.batches import evaluation_batches
@@ -24,7 +23,7 @@ from trainers.data.cache import TokenSet
 from trainers.data.joined import JoinedSet
 from trainers.data.mix import MixedSet
 from trainers.data.prepare import load_tokenizer
-from trainers.data.rollouts import Prompt, prompt_of
+from trainers.data.rollouts import Prompt, prompt_of, refuse_cut_rows
 from trainers.data.rows import Rows
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.data.training_template import stop_token_ids
@@ -48,11 +47,12 @@ def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> Non
         base: the transformers model, for the tokens that end its answers and its positions.
 
     Raises:
-        ConfigError: if answers are to be generated and rows were cut, or prompts leave no room for one.
+        ConfigError: if answers are to be generated and rows were cut.
     """
     tokenizer, beat = load_tokenizer(context.config), partial(context.heartbeat.at, step=0)
     prompts = [prompt_of(documents, index) for index in range(len(documents))]
-    to_answer = _prompts_to_answer(context.config, documents, prompts, base)
+    refuse_cut_rows(context.config, documents)
+    to_answer = _prompts_to_answer(context.config, prompts, base)
     losses = _losses(context, documents, beat)
     answers: dict[int, tuple[np.ndarray, bool]] = {}
     if to_answer:
@@ -77,27 +77,17 @@ def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> Non
     write_atomic(context.run.evaluation, "".join(lines))
 
 
-def _prompts_to_answer(config: TrainConfig, documents: Documents, prompts: list[Prompt], base: Any) -> list[int]:
-    """Numbers of the documents to answer: those with a prompt. Of plain text the first token alone is not trained.
+def _prompts_to_answer(config: TrainConfig, prompts: list[Prompt], base: Any) -> list[int]:
+    """Numbers of the documents to answer: those with a prompt that leaves room for an answer.
 
-    Prompts of similar length stand side by side: a batch is as wide as its longest.
+    Text, and chats of which every turn is trained, have none: the first token alone has nothing to be predicted from.
+    Prompts of similar length stand side by side, as a batch is as wide as its longest.
     """
-    most, limit = config.eval_answer_tokens, position_limit(base.config.get_text_config())
-    shortest = 2 if "text" in documents.report.formats else 1
-    numbers = [index for index, prompt in enumerate(prompts) if len(prompt.tokens) >= shortest] if most else []
-    if not numbers:
-        return []
-    if cut := sum(report.truncated for report in documents.reports):
-        raise ConfigError(
-            f"{documents.report.dataset}: {cut:,} rows are longer than max_length={config.max_length}, so that prompts "
-            "or expected answers are cut; raise max_length, or set overlong=drop"
-        )
-    longest = max(numbers, key=lambda index: len(prompts[index].tokens))
-    tokens = len(prompts[longest].tokens)
-    if limit is not None and tokens + most > limit:
-        problem = f"does not fit after the {tokens:,} tokens of the prompt in {documents.where(longest)}, of {limit:,}"
-        raise ConfigError.about("eval_answer_tokens", most, problem, "lower it, or leave that row out")
-    return sorted(numbers, key=lambda index: len(prompts[index].tokens))
+    limit, most = position_limit(base.config.get_text_config()), config.eval_answer_tokens
+    longest = np.inf if limit is None else limit - most
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    numbers = [index for index, length in enumerate(lengths) if 1 < length <= longest] if most else []
+    return sorted(numbers, key=lambda index: lengths[index])
 
 
 def _trained_characters(documents: Documents, index: int, tokenizer: Any) -> int:

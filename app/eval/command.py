@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from app.console import report, report_json
+from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
 from app.eval.plan import EVAL, make_plan
 from app.eval.report import print_comparison
 from app.eval.study import Study
+from trainers.config.mistakes import ConfigError
 from trainers.run.folder import write_json
+
+_NOTHING: dict[str, Any] = {"metrics": [], "rows": [], "comparisons": [], "changed": [], "notes": []}
 
 
 def eval_verb(argv: Sequence[str]) -> int:
@@ -20,7 +24,7 @@ def eval_verb(argv: Sequence[str]) -> int:
         The exit status: 0 if all models were evaluated, 1 if one failed, 130 if interrupted.
 
     Raises:
-        ConfigError: for an invalid request, which leaves no files behind.
+        ConfigError: for an invalid request; nothing was evaluated then.
     """
     args = EVAL.read(argv)
     if args is None:
@@ -28,9 +32,7 @@ def eval_verb(argv: Sequence[str]) -> int:
     plan = make_plan(args)
     study = Study(plan, "quiet" in args.switches)
     study.run()
-    document: dict[str, Any] = {"metrics": [], "rows": [], "comparisons": [], "changed": [], "notes": []}
-    if study.rows:
-        document = compare(study.rows, plan.settings)
+    document = _compared(study) if study.rows else dict(_NOTHING)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
                  "command": ["tunesmith", "eval", *argv]}  # fmt: skip
     if plan.folder.is_dir():
@@ -41,3 +43,22 @@ def eval_verb(argv: Sequence[str]) -> int:
         print_comparison(document)
         report(f"\nreport {plan.folder / 'report.json'}")
     return 130 if study.interrupted else 1 if study.failed else 0
+
+
+def _compared(study: Study) -> dict[str, Any]:
+    """The comparison of the models that were evaluated; without the metrics of one's own, if one of them fails."""
+    settings, missing = study.plan.settings, study.plan.candidates[0].label
+    try:
+        document = compare(study.rows, settings)
+    except ConfigError as error:
+        study.failed["metrics"] = str(error)
+        say(clean(f"metrics: {error}"))
+        shipped = [name for name in settings.metrics or () if ":" not in name]
+        try:
+            document = compare(study.rows, replace(settings, metrics=shipped or None))
+        except ConfigError:  # there is nothing to compare
+            return dict(_NOTHING)
+    if missing not in study.rows:
+        note = f"{missing} was not evaluated, so the others are compared with {next(iter(study.rows))}"
+        document["notes"] = [note, *document["notes"]]
+    return document

@@ -217,9 +217,9 @@ def _pair_notes(a: str, b: str, pair: Aligned, unlike_tokens: object) -> list[st
     if not pair.a:
         notes.append(f"{b} against {a}: they have no row in common, so nothing is compared")
     if pair.unlike:
-        notes.append(f"{b} against {a}: {counted(pair.unlike, 'row', 'rows')} with another expected text or source "
+        notes.append(f"{b} against {a}: {counted(pair.unlike, 'row', 'rows')} with another expected text "
                      "left out")  # fmt: skip
     if unlike_tokens:
-        notes.append(f"{b} against {a}: not compared by loss per token, as their tokenizers cut the same rows into "
-                     f"other numbers of tokens; compare {_BY_CHARACTERS}")  # fmt: skip
+        notes.append(f"{b} against {a}: not compared by loss per token, as their tokenizers or templates "
+                     f"make other numbers of tokens of the same rows; compare {_BY_CHARACTERS}")  # fmt: skip
     return notes

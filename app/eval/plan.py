@@ -17,6 +17,7 @@ from typing import Any
 from app.command_line import Args, Verb
 from app.console import shortened
 from app.eval.comparison import Settings
+from app.eval.metrics import LOSS_METRICS
 from app.launch.job import TrainJob, train_job
 from app.runs.runs import config_values, find_run
 from app.services.chat import HUB_ID, weights_of
@@ -34,18 +35,22 @@ BASE = "base"
 """Label of the model that the first run started from."""
 _MOST = 100_000
 _FROZEN = {"method": "lora", "lora_r": 1}
-_OF_BASE = ("trust_remote_code", "chat_template")
-_HOW = frozenset({"mixed_precision", "max_length", "packing", "attn_implementation", "trust_remote_code",
-                   "per_device_eval_batch_size", "seed"})  # fmt: skip
-"""Options of a run, besides those of its data, with which it is evaluated too."""
+_LAUNCH = frozenset({"strategy", "gpus", "num_processes"})
+_HOW = frozenset({
+    "mixed_precision", "max_length", "overlong", "packing", "attn_implementation", "per_device_eval_batch_size", "seed",
+    "assistant_only_loss", "thoughts", "template_date",
+})  # fmt: skip
+"""Options of the first run with which all models are evaluated, on other rows too."""
+_NOT_OF_BASE = frozenset({"preset", "from_run", "trust_remote_code", "attn_implementation"})
+"""Options of a model that its base does not have too. Code of a repository runs only if the command line says so."""
 _OF_TRAINING = frozenset({"dataset_streaming", "streaming_window", "streaming_cache", "max_train_samples"})
 _SET_BY_EVAL = frozenset({
     "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "output_dir", "preset",
     "resume_from_checkpoint",
 })  # fmt: skip
 _CHOSEN = _HOW | {
-    "dataset_name", "dataset_config_name", "eval_split", "max_eval_samples", "columns", "sample_by", "overlong",
-    "bad_rows", "chat_template", "runs_dir", "cache_dir",
+    "dataset_name", "dataset_config_name", "dataset_query", "dataset_format", "eval_split", "max_eval_samples",
+    "columns", "sample_by", "bad_rows", "chat_template", "trust_remote_code", "runs_dir", "cache_dir",
 }  # fmt: skip
 """The options of `train` that an evaluation takes."""
 EVAL = Verb(
@@ -64,7 +69,7 @@ EVAL = Verb(
                                 f"{ANSWER_TOKENS}."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
     },
-    launch=("strategy", "gpus", "num_processes"),
+    launch=tuple(sorted(_LAUNCH)),
     hidden={*TrainConfig.model_fields, "config"} - _CHOSEN,
 )  # fmt: skip
 
@@ -94,7 +99,20 @@ class Candidate:
         Raises:
             ConfigError: if it cannot be evaluated.
         """
-        weights = {} if exported is None else options_of_folder(exported)
+        return self._job({} if exported is None else options_of_folder(exported))
+
+    def check(self) -> None:
+        """Checks the run before anything starts: of a checkpoint, with the model that it was trained from.
+
+        Raises:
+            ConfigError: if it cannot be evaluated.
+        """
+        weights = {}
+        if self.checkpoint is not None:
+            weights = {"model_name_or_path": config_values(self.checkpoint[0]).get("model_name_or_path"), **_FROZEN}
+        self._job(weights)
+
+    def _job(self, weights: Mapping[str, Any]) -> TrainJob:
         return train_job(Args([], dict(self.devices), request=Request(options={**self.options, **weights})))
 
 
@@ -136,15 +154,7 @@ def make_plan(args: Args) -> Plan:
     Raises:
         ConfigError: with all mistakes at once.
     """
-    mistakes, chosen = Mistakes(args.request.mistakes), dict(args.request.options)
-    mistakes += [Mistake(name, shortened(str(chosen[name])), "is set by eval", "name the models, and --dataset_name")
-                 for name in sorted(_SET_BY_EVAL & chosen.keys())]  # fmt: skip
-    unused = sorted(chosen.keys() - _CHOSEN - _SET_BY_EVAL) + (["config"] if args.request.config else [])
-    mistakes += [Mistake(name, None, "has no part in an evaluation", "leave it out") for name in unused]
-    mistakes += [Mistake(name, args.launch[name], "has no part in an evaluation", "leave it out")
-                 for name in sorted(args.launch.keys() - {"strategy", "gpus", "num_processes"})]  # fmt: skip
-    mistakes += [Mistake(f"--{name}", None, "has no part in an evaluation", "leave it out")
-                 for name in sorted(args.switches - {"json", "quiet"})]  # fmt: skip
+    mistakes, chosen = Mistakes([*args.request.mistakes, *_unread(args)]), dict(args.request.options)
     runs_dir = Path(str(chosen.get("runs_dir", TrainConfig.model_fields["runs_dir"].default))).expanduser()
     if not args.names:
         mistakes.append(Mistake("", None, "there is no model to evaluate", "name a run, a model folder or a Hub id"))
@@ -158,8 +168,9 @@ def make_plan(args: Args) -> Plan:
     with mistakes:
         settings = _settings(args.own)
         settings.check()
+        _refuse_without_answers(settings, str(args.own.get("answer_tokens")))
     mistakes.refuse()
-    models = [*_base(str(args.own.get("base", BASE)), models, runs_dir), *models]
+    models = _distinct([*_base(str(args.own.get("base", BASE)), models, runs_dir), *models])
     first = next((model.run for model in models if model.run), None)
     shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
     plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings)
@@ -168,15 +179,46 @@ def make_plan(args: Args) -> Plan:
         others = (f"{model.label} {number}" for number in count(2))
         label = next(name for name in chain([model.label], others) if name not in labels)
         labels.add(label)
-        options = {**shared, **model.options, "output_dir": str(plan.folder / _file_name(label))}
+        folder = plan.folder / f"{len(labels)}-{_file_name(label)}"
+        options = {**shared, **model.options, **chosen, "output_dir": str(folder)}
         checkpoint = (model.run, model.checkpoint) if model.run and model.checkpoint else None
         candidate = Candidate(label, options, args.launch, checkpoint)
         plan.candidates.append(candidate)
-        if checkpoint is None:
-            with mistakes:
-                candidate.job()
+        with mistakes:
+            candidate.check()
     mistakes.refuse()
     return plan
+
+
+def _unread(args: Args) -> list[Mistake]:
+    """A mistake for each option or switch that an evaluation sets itself or does not read."""
+    chosen, unread = args.request.options, ("has no part in an evaluation", "leave it out")
+    return [
+        *(Mistake(name, shortened(str(chosen[name])), "is set by eval", "name the models, and --dataset_name")
+          for name in sorted(_SET_BY_EVAL & chosen.keys())),
+        *(Mistake(name, None, *unread) for name in sorted(chosen.keys() - _CHOSEN - _SET_BY_EVAL)),
+        *([Mistake("config", None, *unread)] if args.request.config else []),
+        *(Mistake(name, args.launch[name], *unread) for name in sorted(args.launch.keys() - _LAUNCH)),
+        *(Mistake(f"--{name}", None, *unread) for name in sorted(args.switches - {"json", "quiet"})),
+    ]  # fmt: skip
+
+
+def _refuse_without_answers(settings: Settings, tokens: str) -> None:
+    """Raises ConfigError for a metric of answers if there are none."""
+    of_answers = [name for name in settings.metrics or () if name not in LOSS_METRICS]
+    if of_answers and tokens == "0":
+        raise ConfigError.about(
+            "metrics", of_answers[0], "with --answer_tokens 0: no answer is generated", "leave it out"
+        )
+
+
+def _distinct(models: list[_Model]) -> list[_Model]:
+    """The models without those that are listed before."""
+    different: dict[str, _Model] = {}
+    for model in models:
+        checkpoint = (model.run.path, model.checkpoint) if model.run and model.checkpoint else None
+        different.setdefault(repr((sorted(model.options.items()), checkpoint)), model)
+    return list(different.values())
 
 
 def options_of_folder(folder: Path) -> dict[str, Any]:
@@ -195,7 +237,9 @@ def _model(text: str, runs_dir: Path) -> _Model:
     name, at, weights = text.rpartition("@")
     path = Path(text).expanduser()
     if path.is_dir() and any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
-        return _Model(path.name, options_of_folder(path.absolute()))
+        path = path.absolute()
+        exported = path.name == "model" or path.name.startswith("export-")
+        return _Model(f"{path.parent.name}/{path.name}" if exported else path.name, options_of_folder(path))
     is_hub_id = HUB_ID.fullmatch(text) is not None and not path.exists()
     if is_hub_id or text == EMBEDDED:
         return _Model(text, {"model_name_or_path": text, **_FROZEN})
@@ -212,7 +256,7 @@ def _model(text: str, runs_dir: Path) -> _Model:
 
 
 def _base(name: str, models: list[_Model], runs_dir: Path) -> list[_Model]:
-    """The model to compare with, if it is none of the others."""
+    """The model to compare with; what a run started from has the run's options of a model, and its chat template."""
     first = next((model.run for model in models if model.run), None)
     if name == "none" or (name == BASE and first is None):
         return []
@@ -222,11 +266,15 @@ def _base(name: str, models: list[_Model], runs_dir: Path) -> list[_Model]:
     values = config_values(first)
     if values.get("random_init"):
         return []
-    if start := values.get("from_run"):
-        return [_Model(BASE, options_of_folder(Path(str(start))))]
-    settings = {name: values[name] for name in (*_OF_BASE, *sections()["model"]) if name in values}
-    quantized = {"method": "qlora", "lora_r": 1} if values.get("method") == "qlora" else _FROZEN
-    return [_Model(BASE, {**settings, **quantized})]
+    names = {"chat_template", *sections()["model"]} - _NOT_OF_BASE
+    settings = {name: values[name] for name in names & values.keys()}
+    frozen = _FROZEN | ({"method": "qlora"} if values.get("method") == "qlora" else {})
+    if (start := values.get("from_run")) is None:
+        return [_Model(BASE, {**settings, **frozen})]
+    weights = options_of_folder(Path(str(start)))
+    if "from_run" in weights:  # its adapter decides what the model is
+        return [_Model(BASE, {"chat_template": values.get("chat_template"), **weights})]
+    return [_Model(BASE, {**settings, **weights, **frozen})]
 
 
 def _rows(run: RunFolder | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,16 +285,18 @@ def _rows(run: RunFolder | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
     """
     values = config_values(run) if run else {}
     of_data = {name for name in sections()["data"] if name not in _OF_TRAINING}
+    if values.get("mixed_precision") == "fp8":
+        values = {**values, "mixed_precision": "bf16"}  # only trained layers compute in fp8, and none is here
     if rows := chosen.get("dataset_name"):
         settings = {name: values[name] for name in _HOW & values.keys()}
-        return {**settings, **chosen, "eval_dataset_name": rows, "report_to": ""}
+        return {**settings, "eval_dataset_name": rows, "report_to": ""}
     if run is None:
         raise ConfigError.about("dataset_name", None, "is missing: no run says which rows to evaluate", "name the rows")
     if not (values.get("eval_dataset_name") or values.get("eval_share") or values.get("mix")):
         problem = f"is missing: run {run.id} has no evaluation data"
         raise ConfigError.about("dataset_name", None, problem, "name the rows, such as --dataset_name test.jsonl")
     settings = {name: values[name] for name in (_HOW | of_data) & values.keys()}
-    return {**settings, **chosen, "report_to": ""}
+    return {**settings, "report_to": ""}
 
 
 def _settings(values: Mapping[str, Any]) -> Settings:

@@ -93,7 +93,8 @@ class Aligned:
         b: the same rows of the second.
         only_a: how many rows the second lacks.
         only_b: how many rows the first lacks.
-        unlike: how many rows have the same name and another expected text or source, and are in neither list.
+        unlike: how many rows have the same name and another expected text (but for space around it); they are in
+            neither list.
     """
 
     a: list[Row]
@@ -104,21 +105,21 @@ class Aligned:
 
 
 def align(a: Sequence[Row], b: Sequence[Row]) -> Aligned:
-    """Aligns the rows of two models by their names; rows of the same name by their order."""
+    """Aligns the rows of two models by source and name; rows of the same name by their order."""
     by_key = dict(zip(_keys(b), b, strict=True))
     pairs = [(row, by_key.pop(key, None)) for key, row in zip(_keys(a), a, strict=True)]
     common = [(row, other) for row, other in pairs if other is not None]
-    alike = [(row, other) for row, other in common if (row.expected, row.source) == (other.expected, other.source)]
+    alike = [(row, other) for row, other in common if row.expected.strip() == other.expected.strip()]
     return Aligned(
         [row for row, _ in alike], [other for _, other in alike], len(pairs) - len(common), len(by_key),
         len(common) - len(alike),
     )  # fmt: skip
 
 
-def _keys(rows: Iterable[Row]) -> list[tuple[str, int]]:
-    seen: Counter[str] = Counter()
+def _keys(rows: Iterable[Row]) -> list[tuple[str | None, str, int]]:
+    seen: Counter[tuple[str | None, str]] = Counter()
     keys = []
     for row in rows:
-        keys.append((row.row, seen[row.row]))
-        seen[row.row] += 1
+        keys.append((row.source, row.row, seen[row.source, row.row]))
+        seen[row.source, row.row] += 1
     return keys

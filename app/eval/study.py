@@ -6,7 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from app.console import say
+from app.console import clean, say
 from app.eval.plan import Candidate, Plan
 from app.eval.rows import Row, read_rows
 from app.launch.actions import ExportFailed, export
@@ -61,23 +61,23 @@ class Study:
                 run, weights = candidate.checkpoint
                 exported = self.plan.folder / "exports" / weights
                 if not self.quiet:
-                    say(f"{label}: exporting {weights} of run {run.id}")
+                    say(clean(f"{label}: exporting {weights} of run {run.id}"))
                 self.plan.folder.mkdir(parents=True, exist_ok=True)
                 export(run, weights, output=exported)
             self._launch(candidate.job(exported), candidate.label, label)
         except (ConfigError, ExportFailed) as error:
             self.failed[candidate.label] = str(error)
-            say(f"{label}: {error}")
+            say(clean(f"{label}: {error}"))
         finally:
             if exported is not None:
                 shutil.rmtree(exported, ignore_errors=True)
 
     def _launch(self, job: TrainJob, name: str, label: str) -> None:
         for line in [line for line in job.warnings if line not in self._warned]:
-            say(f"warning: {line}")
+            say(clean(f"warning: {line}"))
         self._warned.update(job.warnings)
         if not self.quiet:
-            say(f"{label} on {where(job)}")
+            say(clean(f"{label} on {where(job)}"))
         display = progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
         try:
             register_outside(job.run, job.run.path)  # so that it can be seen and stopped while it runs
@@ -88,6 +88,6 @@ class Study:
             raise KeyboardInterrupt
         if state["state"] != "done":
             self.failed[name] = str(state.get("cause") or state["state"])
-            say(f"{label}: {self.failed[name]}; log: {job.run.log}")
+            say(clean(f"{label}: {self.failed[name]}; log: {job.run.log}"))
             return
         self.rows[name] = read_rows(job.run.evaluation)

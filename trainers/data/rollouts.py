@@ -81,6 +81,15 @@ def check_prompts(config: TrainConfig, documents: TokenSet) -> None:
             )
 
 
+def refuse_cut_rows(config: TrainConfig, documents: TokenSet) -> None:
+    """Raises ConfigError if answers are to be generated to rows whose prompt or expected answer may have been cut."""
+    if config.eval_answer_tokens and documents.report.truncated:
+        raise ConfigError(
+            f"{documents.report.dataset}: {documents.report.truncated:,} rows are longer than max_length="
+            f"{config.max_length}, so that prompts or expected answers are cut; raise max_length, or set overlong=drop"
+        )
+
+
 def refuse_missing_columns(config: TrainConfig, documents: TokenSet) -> None:
     """Refuses data of which only some rows have a column that rewards can do without, or an answer.
 

@@ -239,8 +239,11 @@ class Stream:
         processes = self._processes(len(numbers))
         name, keep_folders = self.config.model_name_or_path, {self._path(shard) for shard in keep}
         total = sum(self.shards[number].rows for number in numbers)
-        known = [self._path(number) for number in keep] or list(self.folder.glob("[0-9]*"))
-        limit = self.limit - (processes + 1) * max(map(_bytes_of, known), default=0)  # those that are being written
+        known = [self._path(number) for number in keep]
+        size = max(map(_bytes_of, known), default=0) or max(
+            map(_bytes_of, _shard_folders(self.folder.parent)), default=0
+        )
+        limit = max(0, self.limit - (processes + 1) * size)  # without those that are being written
         used = _make_room(self.folder.parent, limit, keep_folders)
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -299,6 +302,11 @@ class Stream:
             writer.discard()
 
 
+def _shard_folders(streams: Path) -> list[Path]:
+    """The folders of the shards of all streams."""
+    return [path for path in streams.glob("*/[0-9]*") if path.suffix == "" and path.is_dir()]
+
+
 def _make_room(streams: Path, limit: int, keep: set[Path]) -> int:
     """Removes the shards of all streams that were used least recently, if they take more than the limit.
 
@@ -312,7 +320,7 @@ def _make_room(streams: Path, limit: int, keep: set[Path]) -> int:
     Returns:
         Bytes of the shards that are left.
     """
-    folders = [path for path in streams.glob("*/[0-9]*") if path.suffix == "" and path.is_dir()]
+    folders = _shard_folders(streams)
     sizes = {path: _bytes_of(path) for path in folders}
     used = sum(sizes.values())
     if used > limit:

@@ -30,7 +30,7 @@ from trainers.data.mix import MixedSet
 from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, prepare_splits, report_lines
-from trainers.data.rollouts import check_prompts, refuse_other_columns
+from trainers.data.rollouts import check_prompts, refuse_cut_rows, refuse_other_columns
 from trainers.data.rows import Rows
 from trainers.data.stream import WindowSet
 from trainers.data.stream_plan import StreamPlan
@@ -101,6 +101,8 @@ def check(
     config = config if run_dir is None else config.model_copy(update={"output_dir": str(run_dir)})
     _check_checkpoint(config, run_dir)
     train, evaluation = prepare_splits(config)
+    if config.eval_only:
+        refuse_cut_rows(config, train)
     scaling_lines = check_positions(config, [train, evaluation], model["positions"])
     check_token_ids(config, [train, evaluation], model["vocab_size"])
     check_last_tokens(config, [train, evaluation])

@@ -12,7 +12,7 @@ from app.eval.plan import EVAL, Plan, make_plan
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
-from trainers.run.folder import write_json
+from trainers.run.folder import RunFolder, write_json
 
 
 def plan(*words: str) -> Plan:
@@ -54,7 +54,6 @@ def test_a_run_is_compared_with_its_base_on_its_own_rows(runs: Path) -> None:
     assert (config.model_name_or_path, config.from_run, config.method, config.lora_r) == ("embedded", None, "lora", 1)
     assert (config.eval_only, config.eval_answer_tokens, config.objective) == (True, 256, "sft")
     assert (config.eval_dataset_name, config.max_eval_samples, config.max_length) == ("embedded", 7, 300)
-    assert config.learning_rate != 1e-3
     assert tuned.options["from_run"] == str(runs / "runs/first/model")
     assert checkpoint.checkpoint is not None
     assert (checkpoint.checkpoint[0].id, checkpoint.checkpoint[1]) == ("first", "step-00000020")
@@ -62,6 +61,68 @@ def test_a_run_is_compared_with_its_base_on_its_own_rows(runs: Path) -> None:
     folders = [candidate.options["output_dir"] for candidate in made.candidates]
     assert len(set(folders)) == 3
     assert not made.folder.exists()
+
+
+SHAPES_ROWS = (
+    "dataset_name", "dataset_query", "eval_dataset_name", "eval_split", "eval_share", "dataset_format", "columns",
+    "sample_by", "assistant_only_loss", "thoughts", "template_date", "max_length", "overlong", "packing", "bad_rows",
+    "max_eval_samples", "mixed_precision", "num_hidden_layers", "rope_scaling", "new_tokens", "trust_remote_code",
+    "attn_implementation",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [(), ("--dataset_name", "mine.jsonl", "--chat_template", "own.jinja")])
+def test_what_shapes_the_rows_is_the_same_for_all_models(runs: Path, words: tuple[str, ...]) -> None:
+    """Also where a preset or another run says otherwise; what the command line says holds for all."""
+    (runs / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (runs / "own.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    first = made_run(runs / "runs", "pre", config={
+        "preset": "tiny-pretrain", "model_name_or_path": "embedded", "dataset_name": "embedded", "method": "lora",
+        "eval_dataset_name": "embedded", "overlong": "drop", "assistant_only_loss": False,
+        "template_date": "2025-01-01", "trust_remote_code": True, "max_length": 200,
+    })  # fmt: skip
+    shutil.copytree(runs / "runs/first/model", first.model)
+    configs = [candidate.job().config for candidate in plan("pre", "first", "embedded", *words).candidates]
+    assert len(configs) == 4
+    for name in SHAPES_ROWS:
+        assert len({str(getattr(config, name)) for config in configs}) == 1, name
+    assert (configs[0].overlong, configs[0].assistant_only_loss, configs[0].template_date) == (
+        "drop",
+        False,
+        "2025-01-01",
+    )
+    assert not configs[0].trust_remote_code, "code of a repository runs only if the command line says so"
+    if words:
+        assert {config.chat_template for config in configs} == {str(runs / "own.jinja")}
+    else:
+        assert configs[0].preset is None
+
+
+def test_the_base_of_a_run_in_4_bits_that_began_with_another_is_in_4_bits(runs: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    folder = runs / "runs/second/model"
+    made_run(runs / "runs", "quantized", config={
+        "model_name_or_path": str(folder), "from_run": str(folder), "dataset_name": "embedded", "method": "qlora",
+        "eval_dataset_name": "embedded", "new_tokens": "<a>",
+    })  # fmt: skip
+    add_checkpoint(RunFolder(runs / "runs/quantized"), 20)
+    base, checkpoint = plan("quantized").candidates
+    config = base.job().config
+    assert (config.method, config.model_name_or_path, config.new_tokens) == ("qlora", str(folder), ["<a>"])
+    assert checkpoint.label == "quantized@step-00000020"
+
+
+def test_a_model_is_evaluated_once(runs: Path) -> None:
+    labels = [
+        candidate.label
+        for candidate in plan("second", "first", "--base", "first", "--dataset_name", "embedded").candidates
+    ]
+    assert labels == ["first", "second"]
+    folders = [runs / name / "model" for name in ("a", "b")]
+    for folder in folders:
+        shutil.copytree(BASE_DIR, folder)
+    several = plan(*map(str, folders), "--base", "none", "--dataset_name", "embedded").candidates
+    assert [candidate.label for candidate in several] == ["a/model", "b/model"]
 
 
 def test_other_rows_take_the_place_of_those_of_the_run(runs: Path) -> None:
@@ -93,6 +154,8 @@ def test_other_rows_take_the_place_of_those_of_the_run(runs: Path) -> None:
              "--detach has no part"],
         ),
         (("first", "--metrics", "f2", "--answer_tokens", "-1"), ["--answer_tokens='-1' is not", "metrics=f2 is no"]),
+        (("first", "--metrics", "loss,f1", "--answer_tokens", "0"), ["metrics=f1 with --answer_tokens 0"]),
+        (("first@step-00000020", "--base", "none", "--strategy", "tp"), ["eval_only=true with tp 2"]),
         (("first", "--strategy", "tp"), ["eval_only=true with tp 2: only data-parallel ranks evaluate row by row"]),
     ],
 )  # fmt: skip
