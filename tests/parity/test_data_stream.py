@@ -60,7 +60,7 @@ def plainly(packing: bool, window: int) -> plain.Curve:
     mostly_long(
         [(name, True) for name in ("single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "tp", "sp", "cp", "pp")]
         + [("single", False), ("ddp", False)],
-        [("ddp", True), ("tp", True)],
+        [("ddp", True)],
     ),
 )
 def test_a_stream_trains_the_same_model_under_every_strategy(name: str, packing: bool) -> None:

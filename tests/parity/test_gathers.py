@@ -78,7 +78,7 @@ def test_matrices_gathered_in_bf16_change_no_bit(name: str, tmp_path: Path) -> N
     assert not same_bits(cast, run(ranks, "full", True, name)), "control: in fp32 they are others"
 
 
-@pytest.mark.parametrize("checkpointing", mostly_long([False, True], [True]))
+@pytest.mark.parametrize("checkpointing", mostly_long([False, True], []))
 def test_the_next_layer_is_gathered_before_one_computes(tmp_path: Path, checkpointing: bool) -> None:
     """Of four layers; recomputed ones are gathered no more often. Without, each is gathered as it is needed."""
     (tmp_path / "inject").mkdir()

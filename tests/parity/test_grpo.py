@@ -194,7 +194,7 @@ def test_at_another_temperature() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "sp", "tp", "fsdp2_tp"], ["fsdp2"])
+    "name", mostly_long(["single", "ddp", "fsdp1", "fsdp2", "zero2", "zero3", "sp", "tp", "fsdp2_tp"], [])
 )
 def test_kl_to_a_copy_of_the_initial_model(name: str) -> None:
     finished, agreed = grpo(name, **replayed(beta=BETA)), wanted("full", "grpo", beta=BETA)
@@ -217,6 +217,7 @@ def test_kl_in_each_form_of_the_loss(kind: str) -> None:
     assert curve(grpo("single", **replayed(loss_type=kind, beta=BETA))).agrees(wanted("full", kind, beta=BETA))
 
 
+@pytest.mark.long
 def test_another_weight_of_the_kl_does_not_agree() -> None:
     settings = config("full", True, **grpo_options(**replayed(beta=BETA)))
     assert not plain_grpo(settings, beta=0.9 * BETA).agrees(wanted("full", "grpo", beta=BETA))

@@ -243,6 +243,7 @@ def logits_of(folder: Path, ids: torch.Tensor, kind: Any = AutoModelForCausalLM)
         return model(input_ids=ids).logits
 
 
+@pytest.mark.long
 def test_new_tokens_after_a_resume_when_merged_and_in_a_run_from_the_adapter(untied: Path, tmp_path: Path) -> None:
     changes = {"model_name_or_path": str(untied), **GROWS}
     undisturbed = run(1, "lora", True, "single", **changes)

@@ -131,7 +131,7 @@ def wanted() -> plain.Curve:
 STRATEGIES = ["single", "ddp", "fsdp1", "fsdp2", "zero3", "tp", "sp", "cp"]
 
 
-@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["single", "ddp", "fsdp2", "sp"], ["single"]))
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["single", "fsdp2"], ["single"]))
 def test_p2_equals_a_plain_page_of_pytorch(name: str) -> None:
     finished = own(name)
     assert curve(finished).agrees(wanted())
@@ -146,7 +146,7 @@ def test_the_weights_of_other_pairs_do_not_agree(name: str) -> None:
     assert shuffled.series("eval_gap") != pytest.approx(own(name).series("eval_gap"), abs=1e-3)
 
 
-@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp2", "sp"], ["ddp"]))
+@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp2", "sp"], []))
 def test_p2_with_adapters_and_without_packing(name: str) -> None:
     single, other = own("single", "lora", False), own(name, "lora", False)
     assert curve(other).agrees(curve(single))

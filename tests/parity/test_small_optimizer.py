@@ -47,7 +47,7 @@ def test_a_resume_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     assert equal_after_resume(undisturbed, again)
 
 
-@pytest.mark.parametrize("name", mostly_long(STRATEGIES, ["ddp"]))
+@pytest.mark.parametrize("name", mostly_long(STRATEGIES, []))
 def test_states_in_8_bits_alone(name: str, tmp_path: Path) -> None:
     finished = small(name, STATES)
     assert 1e-6 < difference(finished, run(1, "full", True)) < STATES_BAND

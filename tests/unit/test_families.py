@@ -15,9 +15,9 @@ from trainers.model.load import build_model
 from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
 
-SAMPLE = ("llama", "gpt2", "bloom", "mamba", "bert", "xmod", "phimoe", "xlstm", "deepseek_v4")
+SAMPLE = ("llama", "gpt2", "bloom", "mamba", "bert", "xmod", "phimoe", "deepseek_v4")
 """Trained packed; other linear layers; unpacked alone; no attention; refused; failing by itself; a router that is a
-linear layer; failing by itself in what torch does without memory; a linear layer of another product."""
+linear layer; a linear layer of another product."""
 
 
 def hold(found: dict[str, Any]) -> None:
