@@ -188,7 +188,8 @@ def test_no_connection_is_kept_open(chatting: Served) -> None:
 def test_a_chat_that_names_a_component_builds_none(chatting: Served) -> None:
     """A Chatbot's own preprocessing would make any component that a stranger names, with any arguments."""
     config = config_of(chatting)
-    (event,) = [entry for entry in config["dependencies"] if len(entry["inputs"]) == 15]
+    chats = {part["id"] for part in config["components"] if part["type"] == "chatbot"}
+    (event,) = [entry for entry in config["dependencies"] if len(entry["inputs"]) == 15 and chats & {*entry["inputs"]}]
     file = {"type": "component", "component": "file", "value": {"path": "/etc/passwd"}, "props": {}}
     named = {"role": "user", "metadata": None, "content": [{**file, "constructor_args": {"label": "x"}}]}
     values = ["embedded", None, "auto", "hello", [], [named], "both", False, "", 0, 1, 0, 8, 1, 42]
