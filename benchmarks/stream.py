@@ -97,10 +97,10 @@ def streamed_here(data: Path, cache: Path, limit: int, window: int) -> dict[str,
 
 def _size_of(folder: Path) -> int:
     total = 0
-    for place, _, names in os.walk(folder):  # which passes over folders that are removed meanwhile
+    for root, _, names in os.walk(folder):  # which passes over folders that are removed meanwhile
         for name in names:
             with suppress(OSError):
-                total += os.path.getsize(os.path.join(place, name))
+                total += os.path.getsize(os.path.join(root, name))
     return total
 
 

@@ -25,8 +25,8 @@ def test_models_are_compared_on_the_same_rows(trained: Path) -> None:
     folder, run = trained.parent.parent, trained.name
     (folder / "mine.py").write_text("def length(prompts, answers, expected):\n    return [len(a) for a in answers]\n")
     checkpoint = f"{run}@step-00000008"
-    words = [run, checkpoint, "--metrics", "loss,exact_match,mine.py:length", "--answer_tokens", "48"]
-    done = tunesmith("eval", *words, "--json", cwd=folder)
+    arguments = [run, checkpoint, "--metrics", "loss,exact_match,mine.py:length", "--answer_tokens", "48"]
+    done = tunesmith("eval", *arguments, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document == json.loads(Path(document["report_dir"], "report.json").read_text())

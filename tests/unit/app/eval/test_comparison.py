@@ -253,9 +253,9 @@ def test_the_report_says_no_difference_and_never_equal(capsys: pytest.CaptureFix
 def test_the_report_survives_escapes_and_long_answers(capsys: pytest.CaptureFixture[str]) -> None:
     rows = made(4, 1, right=1.0)
     evil = [replace(row, answer="\x1b[2J\x1b]0;owned\x07wrong \ud83d\r\n" + "long " * 500) for row in rows]
-    named = [replace(row, row="data:\x1b[31m1", source="\x1b[31mred") for row in evil]
+    coloured = [replace(row, row="data:\x1b[31m1", source="\x1b[31mred") for row in evil]
     print_comparison(compare({"base\x1b[2J": [replace(row, row="data:\x1b[31m1", source="\x1b[31mred") for row in rows],
-                              "tuned": named}))  # fmt: skip
+                              "tuned": coloured}))  # fmt: skip
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "\x07" not in out

@@ -47,9 +47,9 @@ def adapter() -> dict[str, Any]:
 
 
 def test_a_run_is_compared_with_its_base_on_its_own_rows(runs: Path) -> None:
-    made = plan("first", "first@step-00000020")
-    assert [candidate.label for candidate in made.candidates] == ["base", "first", "first@step-00000020"]
-    base, tuned, checkpoint = made.candidates
+    prepared = plan("first", "first@step-00000020")
+    assert [candidate.label for candidate in prepared.candidates] == ["base", "first", "first@step-00000020"]
+    base, tuned, checkpoint = prepared.candidates
     config = base.job().config
     assert (config.model_name_or_path, config.from_run, config.method, config.lora_r) == ("embedded", None, "lora", 1)
     assert (config.eval_only, config.eval_answer_tokens, config.objective) == (True, 256, "sft")
@@ -58,9 +58,9 @@ def test_a_run_is_compared_with_its_base_on_its_own_rows(runs: Path) -> None:
     assert checkpoint.checkpoint is not None
     assert (checkpoint.checkpoint[0].id, checkpoint.checkpoint[1]) == ("first", "step-00000020")
     assert "from_run" not in checkpoint.options, "it is exported first"
-    folders = [candidate.options["output_dir"] for candidate in made.candidates]
+    folders = [candidate.options["output_dir"] for candidate in prepared.candidates]
     assert len(set(folders)) == 3
-    assert not made.folder.exists()
+    assert not prepared.folder.exists()
 
 
 SHAPES_ROWS = (
@@ -99,7 +99,6 @@ def test_what_shapes_the_rows_is_the_same_for_all_models(runs: Path, words: tupl
 
 
 def test_the_base_of_a_run_in_4_bits_that_began_with_another_is_in_4_bits(runs: Path) -> None:
-    pytest.importorskip("bitsandbytes")
     folder = runs / "runs/second/model"
     made_run(runs / "runs", "quantized", config={
         "model_name_or_path": str(folder), "from_run": str(folder), "dataset_name": "embedded", "method": "qlora",
