@@ -48,7 +48,7 @@ def slurm_page(new_page: Tabs, site: Served, size: str, scheme: str = "light") -
     return page
 
 
-@pytest.mark.parametrize("size", ["wide", "phone"])
+@pytest.mark.parametrize("size", ["wide", pytest.param("phone", marks=pytest.mark.long)])
 def test_a_job_is_filled_in_from_the_site_and_submitted(
     site: Served, new_page: Tabs, size: str, tmp_path: Path
 ) -> None:
