@@ -14,17 +14,17 @@ from trainers.model.principal import (
     PREFIX,
     Factors,
     begin_principal,
-    beginning,
     leave_residual,
+    modules_to_begin,
 )
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel.ranks import Ranks
 
 
 def set_initial_adapter(start: str, checkpoints: Checkpoints, folder: Path | None, loss: LossModule) -> None:
-    """Begins adapters with singular vectors: of their weights, of which the base keeps the residual, or of its error.
+    """Begins adapters with singular vectors: of their weights, or of what quantization took from these. Collective.
 
-    Collective.
+    With `pissa`, the base keeps the residual.
 
     Args:
         start: `pissa` or `loftq`; adapters of the latter fit the base as it is, and are in any checkpoint.
@@ -53,7 +53,7 @@ def set_initial_adapter(start: str, checkpoints: Checkpoints, folder: Path | Non
 
 def _computed(start: str, loss: LossModule, ranks: Ranks) -> Factors:
     """The factors of every adapted weight, each computed on one of the ranks and sent to all. Collective."""
-    parts, own = list(beginning(start, loss.model, loss.stored)), dict[int, list[torch.Tensor]]()
+    parts, own = list(modules_to_begin(start, loss.model, loss.stored)), dict[int, list[torch.Tensor]]()
     error: Exception | None = None
     try:  # each rank computes all of its own before any is sent, so that none waits for another
         for number in range(ranks.rank, len(parts), ranks.world):

@@ -170,8 +170,9 @@ def make_plan(args: Args) -> Plan:
         settings.check()
         _refuse_without_answers(settings, str(args.own.get("answer_tokens")))
     mistakes.refuse()
-    models = _distinct([*_base(str(args.own.get("base", BASE)), models, runs_dir), *models])
-    first = next((model.run for model in models if model.run), None)
+    every = [*models, *_base(str(args.own.get("base", BASE)), models, runs_dir)]
+    first = next((model.run for model in every if model.run), None)  # the base's rows only if no other is a run
+    models = _distinct([*every[len(models) :], *models])
     shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
     plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings)
     labels: set[str] = set()

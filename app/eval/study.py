@@ -46,9 +46,9 @@ class Study:
         """
         with interruptible():
             try:
-                for candidate in self.plan.candidates:  # mistakes are told before the first one runs
-                    if candidate.checkpoint is None:
-                        preflight(candidate.job(), quiet=True)
+                loadable = [candidate for candidate in self.plan.candidates if candidate.checkpoint is None]
+                for number, candidate in enumerate(loadable):  # mistakes are told before the first one runs
+                    preflight(candidate.job(), quiet=self.quiet or number > 0)  # rows that are left out, once
                 for number, candidate in enumerate(self.plan.candidates, 1):
                     self._evaluate(candidate, f"[{number}/{len(self.plan.candidates)}] {candidate.label}")
             except KeyboardInterrupt:

@@ -69,6 +69,15 @@ def test_rows_are_evaluated_as_by_stock_transformers(strategy: str, tmp_path: Pa
     assert [row["loss"] for row in rows] != pytest.approx([row["loss"] for row in changed], abs=1e-2)
 
 
+@pytest.mark.long
+def test_any_number_of_processes_will_do(tmp_path: Path) -> None:
+    """Three do not divide the batch of training, which is not read."""
+    options = {**OPTIONS, "per_device_train_batch_size": 2, "global_batch_size": 16}
+    finished = launch_well(tmp_path, 3, options, strategy="fsdp2")
+    rows = [json.loads(line) for line in finished.run.evaluation.read_text().splitlines()]
+    assert [row["answer"] for row in rows] == [row["answer"] for row in stock()]
+
+
 def test_text_has_no_answers_and_cut_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text.jsonl").write_text('{"text": "some words"}\n{"text": "more words"}\n')
     text = {"dataset_name": str(tmp_path / "text.jsonl"), "eval_dataset_name": str(tmp_path / "text.jsonl")}

@@ -172,6 +172,8 @@ class TrainConfig(
         Raises:
             ConfigError: If the global batch does not divide evenly; the message shows the arithmetic.
         """
+        if self.eval_only:  # no batch is trained, so any number of ranks will do
+            return 1
         micro = self.per_device_train_batch_size
         rows, total = micro * data_parallel_size, self.global_batch_size
         if total % rows == 0:

@@ -86,7 +86,8 @@ def refuse_cut_rows(config: TrainConfig, documents: TokenSet) -> None:
     if config.eval_answer_tokens and documents.report.truncated:
         raise ConfigError(
             f"{documents.report.dataset}: {documents.report.truncated:,} rows are longer than max_length="
-            f"{config.max_length}, so that prompts or expected answers are cut; raise max_length, or set overlong=drop"
+            f"{config.max_length}, so that prompts or expected answers are cut; raise max_length, set overlong=drop, "
+            "or generate no answers (eval_answer_tokens=0; `tunesmith eval --answer_tokens 0`)"
         )
 
 

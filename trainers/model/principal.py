@@ -127,11 +127,11 @@ def error_factors(part: Adapted, stored: Mapping[str, Source]) -> list[torch.Ten
     peft leaves out the scaling, so that its adapters are the error where that is 1.
     """
     source = stored[part.stored]
-    assert isinstance(source, QuantisedTensor)  # see `beginning`
+    assert isinstance(source, QuantisedTensor)  # see `modules_to_begin`
     return _factored(source.error(), part)
 
 
-def beginning(start: str, model: nn.Module, stored: Mapping[str, Source]) -> list[Adapted]:
+def modules_to_begin(start: str, model: nn.Module, stored: Mapping[str, Source]) -> list[Adapted]:
     """The modules whose adapters begin as singular vectors: with `loftq`, only those in 4 bits, as in peft."""
     parts = adapted(model)
     return [part for part in parts if start == "pissa" or isinstance(stored.get(part.stored), QuantisedTensor)]

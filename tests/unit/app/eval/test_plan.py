@@ -126,13 +126,13 @@ def test_a_model_is_evaluated_once(runs: Path) -> None:
 
 def test_other_rows_take_the_place_of_those_of_the_run(runs: Path) -> None:
     (runs / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    words = ("--dataset_name", "mine.jsonl", "--base", "none", "--answer_tokens", "9")
-    (only,) = plan("second", *words).candidates
+    options = ("--dataset_name", "mine.jsonl", "--base", "none", "--answer_tokens", "9")
+    (only,) = plan("second", *options).candidates
     config = only.job().config
     assert config.eval_dataset_name == str(runs / "mine.jsonl")
     assert (config.max_eval_samples, config.eval_answer_tokens) == (None, 9)
     assert (config.method, config.lora_r, config.model_name_or_path) == ("lora", 1, str(runs / "runs/second/model"))
-    by_folder = plan(str(BASE_DIR), *words).candidates[0].job().config
+    by_folder = plan(str(BASE_DIR), *options).candidates[0].job().config
     assert by_folder.model_name_or_path == str(BASE_DIR)
     other = plan("first", "--dataset_name", "mine.jsonl", "--base", "embedded").candidates
     assert [candidate.label for candidate in other] == ["embedded", "first"]

@@ -81,16 +81,16 @@ def gained(rng: np.random.Generator) -> Pair:
 def test_a_gain_of_ten_points_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: intervals that do not overlap, which compare two models as if they had seen other rows, miss it."""
     monkeypatch.setattr(statistics, "RESAMPLES", 400)
-    shown = naive = 0
+    detections = naive = 0
     for seed in range(100):
         a, b = gained(np.random.default_rng(seed))
         result = difference(a, b, seed)
-        shown += result.significant and result.value is not None and result.value > 0
+        detections += result.significant and result.value is not None and result.value > 0
         intervals = interval(a), interval(b)
         assert intervals[0]
         assert intervals[1]
         naive += intervals[0][1] < intervals[1][0]
-    assert shown / 100 >= LEAST_POWER
+    assert detections / 100 >= LEAST_POWER
     assert naive / 100 < LEAST_POWER
 
 
