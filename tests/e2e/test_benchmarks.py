@@ -18,6 +18,7 @@ from benchmarks.gpu_proof import PASSED
 from benchmarks.rows import Batches, batches_of, write_chat
 from tests import forked
 from tests.launching import ROOT
+from tests.parity.runs import mostly_long
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 
@@ -71,6 +72,7 @@ def test_the_data_benchmark_measures(tmp_path: Path) -> None:
     assert first["peak_mib"] > 50
 
 
+@pytest.mark.long
 def test_the_gpu_benchmark_runs_without_one(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """On narrow layers: equal work by two contenders, and a case that cannot run here."""
     gpu.main(["--tiny", "--only", "8b, lora, packed, bf16, 1", "fp8", "--out", str(tmp_path), "--json"])
@@ -162,6 +164,7 @@ def test_attention_is_counted_over_documents() -> None:
     assert made.squared_lengths(1, 2) == 1 + 16
 
 
+@pytest.mark.long
 def test_a_start_is_told_by_phase(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     case = start.first_step(1)
@@ -174,7 +177,7 @@ def test_a_start_is_told_by_phase(tmp_path: Path) -> None:
     assert theirs["total"] > 0
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp2"], ["fsdp2"]))
 def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
     """What a rank keeps from step to step is allocated, and the plan is not far from what is resident."""
     options = {

@@ -100,6 +100,7 @@ def log(net: Machines) -> str:
 # -- during a run ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_far_and_lossy_link(far: FarApart, undisturbed: Undisturbed, noted: Note) -> None:
     """And Debian's host names; the log has the addresses and no fault."""
     uncut, fault = undisturbed("ddp"), noted("frames arrive 20 ms late, 1 % of them not at all", "ddp")

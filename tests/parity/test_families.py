@@ -42,7 +42,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 WRAPPED = [("fsdp2", "qwen3_5_text"), ("fsdp2", "gpt_oss"), ("ddp", "qwen3_5_text"), ("fsdp1", "qwen3_5_text"),
            ("zero2", "qwen3_5_text"), ("zero3", "gpt_oss")]  # fmt: skip
 CUTS = ["tp", "sp", "cp", "pp", "fsdp2_tp", "pp_interleaved", "pp_fsdp2", "3d"]
-SHORT = [("tp", "qwen3"), ("cp", "gemma3_text"), ("sp", "gemma2"), ("pp", "qwen3")]
+SHORT = [("tp", "qwen3"), ("cp", "gemma3_text"), ("pp", "qwen3")]
 ALL = [(cut, family) for cut in CUTS for family in FAMILIES]
 
 
@@ -73,7 +73,7 @@ def test_another_family_trains_as_on_one_process(cut: str, family: str) -> None:
     assert curve(cut_up).agrees(curve(trained(1, family)))
 
 
-@pytest.mark.parametrize(("strategy", "family"), mostly_long(WRAPPED, WRAPPED[:2]))
+@pytest.mark.parametrize(("strategy", "family"), mostly_long(WRAPPED, WRAPPED[1:2]))
 def test_packed_documents_stay_apart_in_every_layer(strategy: str, family: str) -> None:
     """Of models that mix tokens without attention, or whose softmax has a sink, as on one process."""
     sharded = trained(2, family, strategy)

@@ -149,6 +149,7 @@ def test_evaluation_is_the_same_on_any_number_of_ranks() -> None:
     assert single.series("eval_kl")[0] > 0.1
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_its_reference_bit_for_bit(tmp_path: Path) -> None:
     """Of the examples and of the mismatched documents, in a new folder."""
     undisturbed = kto("single")

@@ -142,7 +142,7 @@ def all_of_it(untied: Path) -> dict[str, Any]:
     return {"model_name_or_path": str(untied), **EVERYTHING}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_run_ends_as_if_never_interrupted(untied: Path, tmp_path: Path) -> None:
     undisturbed = run(2, "lora", True, "fsdp2", **all_of_it(untied))
     more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
@@ -275,7 +275,7 @@ def with_principal(settings: TrainConfig, first: Any = "pissa") -> nn.Module:
     return plain.build(settings, init_lora_weights=first, **patterns)
 
 
-@pytest.mark.parametrize("strategy", mostly_long([*STRATEGIES, "cp"], ["single"]))
+@pytest.mark.parametrize("strategy", mostly_long([*STRATEGIES, "cp"], []))
 def test_adapters_that_begin_as_singular_vectors_are_those_of_peft(strategy: str, tmp_path: Path) -> None:
     settings = config("lora", True, **PISSA)
     finished = run(processes(strategy), "lora", True, strategy, **PISSA)

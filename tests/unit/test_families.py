@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.families import judge
 from tests.families import FAMILIES, Verdict, config_for, disagreement, save_small
+from tests.parity.runs import mostly_long
 from trainers.config.mistakes import ConfigError
 from trainers.model.load import build_model
 from trainers.strategy.strategy import load_strategy
@@ -32,7 +33,7 @@ def hold(found: dict[str, Any]) -> None:
     assert len(found["verdicts"]) == 4
 
 
-@pytest.mark.parametrize("family", SAMPLE)
+@pytest.mark.parametrize("family", mostly_long(SAMPLE, ["llama", "gpt2", "bert", "deepseek_v4"]))
 def test_check_and_run_agree(family: str) -> None:
     hold(judge(family))
 

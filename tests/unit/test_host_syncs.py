@@ -97,8 +97,8 @@ def _after(wait: Any) -> Any:
     ("wait", "name"),
     [
         (lambda loss: loss.item(), "_local_scalar_dense"),
-        (lambda loss: bool(loss > 0), "_local_scalar_dense"),
-        (lambda loss: loss.reshape(1)[loss.reshape(1) > 0], "index"),
+        pytest.param(lambda loss: bool(loss > 0), "_local_scalar_dense", marks=pytest.mark.long),
+        pytest.param(lambda loss: loss.reshape(1)[loss.reshape(1) > 0], "index", marks=pytest.mark.long),
         (lambda loss: loss.cpu(), "cpu"),
     ],
     ids=["item", "bool", "mask", "cpu"],

@@ -9,13 +9,14 @@ import pytest
 from benchmarks import models
 from benchmarks.models import COLUMNS, judge, page, read_results
 from tests.families import save_small
+from tests.parity.runs import mostly_long
 
 KINDS = ("qwen3", "phi3", "gemma2", "qwen3_moe", "qwen3_5_text")
 """Tied weights; fused projections; sliding windows and softcaps; experts; linear attention beside attention."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", mostly_long(KINDS, ["gemma2", "qwen3_moe"]))
 def test_a_first_step_is_the_stock_models(kind: str) -> None:
     row = judge(kind)
     assert {name: row[name] for name in COLUMNS} == {
@@ -24,6 +25,7 @@ def test_a_first_step_is_the_stock_models(kind: str) -> None:
     }, row["reason"]
 
 
+@pytest.mark.long
 def test_two_ranks_and_the_export_of_a_sampled_type() -> None:
     """Attention sinks, whose weights are no matrix, and experts, whose plan tensor parallelism refuses."""
     row = judge("gpt_oss", sampled=True)

@@ -67,10 +67,12 @@ def dtypes(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "stored", "chosen", "wanted"),
     [
-        ("full", torch.bfloat16, "auto", "BF16"), ("merged", torch.bfloat16, "auto", "BF16"),
-        ("adapter", torch.bfloat16, "auto", "BF16"), ("full", torch.float16, "auto", "F16"),
-        ("full", torch.float32, "auto", "F32"), ("merged", torch.bfloat16, "float32", "F32"),
+        ("full", torch.bfloat16, "auto", "BF16"), ("merged", torch.bfloat16, "float32", "F32"),
         ("adapter", torch.float32, "bfloat16", "BF16"),
+        pytest.param("merged", torch.bfloat16, "auto", "BF16", marks=pytest.mark.long),
+        pytest.param("adapter", torch.bfloat16, "auto", "BF16", marks=pytest.mark.long),
+        pytest.param("full", torch.float16, "auto", "F16", marks=pytest.mark.long),
+        pytest.param("full", torch.float32, "auto", "F32", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_an_export_has_the_dtype_of_the_base_or_the_one_asked_for(

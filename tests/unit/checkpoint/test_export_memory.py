@@ -54,9 +54,10 @@ def test_a_tensor_that_the_disk_has_no_room_for_is_kept_in_memory(
     assert not list(tmp_path.iterdir()), "its file has no name"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("method", "kind"),
-    [pytest.param("lora", "merged", marks=pytest.mark.long), pytest.param("full", "full", marks=pytest.mark.slow)],
+    [("lora", "merged"), ("full", "full")],
 )
 def test_an_export_takes_the_memory_of_a_few_tensors(method: str, kind: str, tmp_path: Path) -> None:
     base = tmp_path / "base"

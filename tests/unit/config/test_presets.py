@@ -335,7 +335,7 @@ def test_a_model_alone_gets_lora_and_says_so() -> None:
 # -- the models --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", mostly_long(PUBLISHED, list(PUBLISHED)[::4]))
 def test_the_published_model_is_built_with_the_presets_methods(name: str) -> None:
     """Its parameters are counted, a row passes through it, and text reaches each adapter."""
     published, shape = PUBLISHED[name], shape_of(PUBLISHED[name])

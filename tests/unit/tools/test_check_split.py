@@ -15,6 +15,7 @@ from torch import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.families import config_for, save_small
+from tests.parity.runs import mostly_long
 from trainers import build
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -150,7 +151,9 @@ FITTING: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, int, dict[str
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", FITTING)
+@pytest.mark.parametrize(
+    "name", mostly_long(FITTING, ["adapters in stages", "a frozen tied weight", "experts", "all at once"])
+)
 def test_what_can_be_split_passes(name: str, tmp_path: Path) -> None:
     """Control; of a tied weight that is frozen, both stages may hold a copy."""
     family, shape, options, file, processes, changes = FITTING[name]

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from app.services.data import (
 )
 from app.services.form import preview as form_preview
 from app.services.rpc_client import Worker
+from tests.parity.runs import mostly_long
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
@@ -115,8 +117,10 @@ def shown_rows(look: Preview, count: int) -> dict[int, tuple[list[Run], str]]:
     return shown
 
 
-@pytest.mark.parametrize("packing", [True, False])
-@pytest.mark.parametrize("kind", ["chat", "prompt_completion", "text"])
+@pytest.mark.parametrize(
+    ("kind", "packing"),
+    mostly_long(product(["chat", "prompt_completion", "text"], [True, False]), [("chat", True), ("text", False)]),
+)
 def test_what_is_shown_is_what_the_batches_train_on(tmp_path: Path, kind: str, packing: bool) -> None:
     config = config_of(tmp_path, some_data(tmp_path, kind), packing=packing)
     look = Preview(config)
