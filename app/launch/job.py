@@ -21,7 +21,7 @@ from app.runs.machines import machine_counts
 from app.runs.runs import gpu_ids, true_state, world_size
 from app.runs.scheduled import TITLES, submission
 from trainers.config.fields import text_of
-from trainers.config.local_paths import absolute_paths
+from trainers.config.local_paths import INPUT_PATHS, OUTPUT_FOLDERS, absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, unexpected_argument
@@ -37,8 +37,6 @@ from trainers.strategy.mesh_options import read_sizes, with_sizes
 from trainers.strategy.micro_batch import OPTION
 from trainers.strategy.strategy import Strategy, load_strategy, resolve
 
-PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "mix", "eval_dataset_name",
-          "chat_template", "cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")  # fmt: skip
 _YAML_SUFFIXES = (".yaml", ".yml")
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095
 
@@ -320,7 +318,7 @@ def _unusable_paths(config: TrainConfig) -> list[Mistake]:
     remedy = "give a local folder; checkpoint_url copies checkpoints to an object store"
     folders = {name: str(getattr(config, name) or "") for name in ("output_dir", "runs_dir", "cache_dir")}
     mistakes = [Mistake(name, shortened(url), "is a URL", remedy) for name, url in folders.items() if URL.match(url)]
-    for name in PATHS:
+    for name in (*INPUT_PATHS, *OUTPUT_FOLDERS):
         value = str(getattr(config, name) or "")
         longest = max((len(os.fsencode(part)) for part in value.split("/")), default=0)
         size, limit = (longest, _LONGEST_NAME) if longest > _LONGEST_NAME else (len(os.fsencode(value)), _LONGEST_PATH)

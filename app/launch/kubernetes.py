@@ -11,8 +11,9 @@ from typing import Any
 from app.command_line import Args
 from app.console import shortened
 from app.launch.cluster_job import cluster_job, refuse_decided
-from app.launch.job import PATHS, TrainJob
+from app.launch.job import TrainJob
 from app.schedulers.kubernetes import KubernetesOptions, head_name, manifest, object_name
+from trainers.config.local_paths import INPUT_PATHS
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml
@@ -70,7 +71,7 @@ def refuse_start(job: TrainJob, options: KubernetesOptions, quiet: bool = True) 
 
 def _not_on_the_volume(config: TrainConfig, options: KubernetesOptions) -> list[Mistake]:
     """Mistakes for paths of this machine, which the pods do not see."""
-    values = {name: str(getattr(config, name) or "") for name in PATHS if name not in ("output_dir", "runs_dir")}
+    values = {name: str(getattr(config, name) or "") for name in (*INPUT_PATHS, "cache_dir", "resume_from_checkpoint")}
     local = {name: value for name, value in values.items() if os.path.isabs(value) and value != EMBEDDED}
     remedy = "copy it there, and give the path that the pods see"
     return [_outside(name, value, options, remedy) for name, value in local.items() if not options.holds(value)]

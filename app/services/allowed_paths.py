@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.console import shortened
+from trainers.config.local_paths import INPUT_PATHS, OUTPUT_FOLDERS
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.mix import read_mix
 from trainers.config.objective_file import split_objective
@@ -20,11 +21,6 @@ from trainers.config.validation import URL
 from trainers.config.yaml_file import read_yaml
 from trainers.strategy.strategy import deepspeed_paths, strategy_names
 
-INPUTS = (
-    "model_name_or_path", "from_run", "teacher", "teacher_log_probs", "recorded_answers", "dataset_name", "mix",
-    "eval_dataset_name", "chat_template", "reward_schema",
-)  # fmt: skip
-OUTPUTS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
 STORES = ("s3", "gs", "az", "abfs", "hf")
 """Object stores that a page may copy checkpoints to; other fsspec URLs reach local files or arbitrary hosts."""
 MAX_FILES = 10_000
@@ -45,7 +41,7 @@ def path_mistakes(values: Mapping[str, Any], roots: Sequence[Path]) -> list[Mist
         roots: allowed folders.
     """
     mistakes = []
-    for name in (*INPUTS, *OUTPUTS):
+    for name in (*INPUT_PATHS, *OUTPUT_FOLDERS):
         value = str(values.get(name) or "")
         if value.lower() in ("", "none", "null"):
             continue
@@ -141,7 +137,7 @@ def _is_inside(path: Path, roots: Sequence[Path]) -> bool:
 def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
     if value == (EMBEDDED if name in _HUB else "auto" if name == "resume_from_checkpoint" else None):
         return None
-    if name in OUTPUTS and URL.match(value):
+    if name in OUTPUT_FOLDERS and URL.match(value):
         return "is a URL; give a local folder"
     try:
         exists = os.path.lexists(value)
@@ -153,7 +149,7 @@ def _refused(name: str, value: str, roots: Sequence[Path]) -> str | None:
         return None
     if reason := path_refused(value, roots):
         return reason
-    if name in OUTPUTS:
+    if name in OUTPUT_FOLDERS:
         return None
     if not exists and _WILDCARD.search(value) and name.endswith("dataset_name"):
         return _glob_refused(value, roots)

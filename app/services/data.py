@@ -20,11 +20,11 @@ from typing import Any, Literal
 
 from app.console import shortened
 from app.runs.runs import run_of_id
-from app.services.allowed_paths import INPUTS, path_mistakes
+from app.services.allowed_paths import path_mistakes
 from app.services.fields import as_texts
 from app.services.rpc_client import Worker, WorkerDied
 from trainers.config.fields import fields
-from trainers.config.local_paths import absolute_paths
+from trainers.config.local_paths import INPUT_PATHS, absolute_paths
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.mix import config_of, read_mix
 from trainers.config.options import TrainConfig
@@ -215,7 +215,7 @@ def data_config(
         config = resolve_request(Request(name, stored, options=dict(texts)))
         requested = config.model_dump()
     if roots is not None:
-        errors += path_mistakes({option: requested.get(option) for option in (*INPUTS, "cache_dir")}, roots)
+        errors += path_mistakes({option: requested.get(option) for option in (*INPUT_PATHS, "cache_dir")}, roots)
     if requested.get("trust_remote_code") is True and not remote_code:
         mistake = Mistake(
             "trust_remote_code", True, "is refused here", "start the server with --trust_remote_code to allow it"

@@ -23,13 +23,14 @@ from app.launch.slurm import slurm_job
 from app.runs.runs import gpu_ids, world_size
 from app.schedulers.slurm import script
 from app.schedulers.slurm_options import SlurmOptions, is_site_file
-from app.services.allowed_paths import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
+from app.services.allowed_paths import path_mistakes, strategy_mistake
 from app.services.choices import GpuChoice
 from app.services.data import known_notes, known_rows
 from app.services.fields import as_texts, names
 from app.services.slurm_form import SLURM_FIELDS, chosen_options, slurm_args
 from app.services.starting_values import NAMING, base_config, starting_values
 from trainers.config.fields import fields, text_of
+from trainers.config.local_paths import INPUT_PATHS, OUTPUT_FOLDERS
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, dump_yaml
@@ -201,7 +202,7 @@ def preview(
     launch = {name: text for name, text in _texts(launch_values, mistakes).items() if text not in ("", "none")}
     texts = _without_blanks(_texts(values, mistakes))
     preset = launch.pop("preset", None) or texts.pop("preset", None)
-    texts = {name: _absolute(text) if name in OUTPUTS else text for name, text in texts.items()}
+    texts = {name: _absolute(text) if name in OUTPUT_FOLDERS else text for name, text in texts.items()}
     outside = [] if roots is None else _outside(texts, preset, launch, roots)
     refused_fields = {field_of(mistake) for mistake in outside}
     mistakes += outside
@@ -261,7 +262,7 @@ def _outside(
     """Mistakes for paths of a request or its preset outside the allowed folders."""
     defaults: dict[str, Any] = {}
     with Mistakes():  # an unknown preset is reported with the rest
-        defaults = base_config(preset).model_dump(include={*INPUTS, *OUTPUTS})
+        defaults = base_config(preset).model_dump(include={*INPUT_PATHS, *OUTPUT_FOLDERS})
     mistakes = path_mistakes({**defaults, **texts}, roots)
     outside = strategy_mistake(launch["strategy"], roots) if "strategy" in launch else None
     return [*mistakes, outside] if outside else mistakes
@@ -321,7 +322,7 @@ def _option_args(config: TrainConfig, texts: Mapping[str, str]) -> list[str]:
         known = value == getattr(base, option.name) and text_of(value) == cleared[option.name]
         if known if config.preset else value == getattr(base, option.name) and option.default is not None:
             continue
-        text = text_of(value) if option.name in INPUTS else texts.get(option.name, text_of(value))
+        text = text_of(value) if option.name in INPUT_PATHS else texts.get(option.name, text_of(value))
         args += [f"--{option.name}={text}"] if text.startswith("-") else [f"--{option.name}", text]
     return args
 

@@ -22,7 +22,7 @@ from app.sweep.search import METHODS, Result, need_optuna, propose
 from app.sweep.space import Axis, grid, grid_size, parse_axis
 from app.sweep.trial_runs import job_of_run
 from trainers.config.command_line import option
-from trainers.config.local_paths import is_local
+from trainers.config.local_paths import INPUT_PATHS, is_local
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import EMBEDDED, MACHINE_OPTIONS, TrainConfig
 from trainers.config.parse import Request, whole_number
@@ -38,8 +38,6 @@ _MOST_CORNERS = 256
 _LENGTH = ("max_steps", "num_train_epochs")
 _SUBMITTED = 8
 """Runs in SLURM at once by default; sites limit how many jobs a user may submit."""
-_PATHS = ("model_name_or_path", "from_run", "teacher", "teacher_log_probs", "dataset_name", "mix",
-          "eval_dataset_name", "chat_template")  # fmt: skip
 SWEEP = Verb(
     "sweep",
     "Train with several values of some options, such as --learning_rate 1e-4,3e-4 --lora_r 8,16: an ordinary run for "
@@ -126,7 +124,7 @@ def make_plan(args: Args) -> Plan:
     folder = SweepFolder(Path(options["runs_dir"]) / f"{PREFIX}{new_run_id(name, time.time(), os.getpid())}")
     record.id = folder.id
     # Local paths become absolute, as they are in `config`: the sweep may go on from another working folder.
-    local = {name: value for name in _PATHS if (value := getattr(config, name)) and os.path.isabs(value)}
+    local = {name: value for name in INPUT_PATHS if (value := getattr(config, name)) and os.path.isabs(value)}
     record.options |= {name: value for name, value in local.items() if name not in known}
     _add_trials(record)
     return Plan(folder, record, job)
@@ -152,7 +150,7 @@ def _axes(args: Args, mistakes: Mistakes) -> tuple[list[Axis], dict[str, str]]:
     for name, value in args.request.options.items():
         with mistakes:
             if axis := parse_axis(name, str(value)):
-                values = tuple(map(_absolute, axis.values)) if name in _PATHS else axis.values
+                values = tuple(map(_absolute, axis.values)) if name in INPUT_PATHS else axis.values
                 axes.append(axis.model_copy(update={"values": values}))
             else:
                 options[name] = str(value)

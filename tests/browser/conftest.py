@@ -21,6 +21,12 @@ WIDE = (1440, 900)
 PHONE = (390, 844)
 SIZES = {"wide": WIDE, "phone": PHONE}
 THEMES = ("light", "dark", "contrast")
+SHAPES = [
+    pytest.param(size, scheme, marks=[] if (size == "phone") == (scheme == "dark") else pytest.mark.long)
+    for size in SIZES
+    for scheme in THEMES
+]
+"""`make check` sees both sizes and all themes once; `make browser` each size in each theme."""
 SHIFT_LIMIT = 0.05
 """Largest layout shift of a page, as a browser counts it, from its first paint until it is whole."""
 TIMEOUT = 120.0

@@ -79,7 +79,7 @@ def wait_for_answers(page: Page, count: int = 1) -> None:
     expect(page.locator("#chat-status")).to_contain_text("loaded")
 
 
-@pytest.mark.parametrize(("size", "scheme"), [("wide", "light"), ("phone", "dark")])
+@pytest.mark.parametrize(("size", "scheme"), [("wide", "light"), pytest.param("phone", "dark", marks=pytest.mark.long)])
 def test_base_and_tuned_answer_side_by_side(tabs: Tabs, chatting: Served, size: str, scheme: str) -> None:
     page = tabs(f"/chat?run={RUN}&checkpoint={STEP}", size, scheme)
     expect(page.get_by_label("Run or base model")).to_have_value(RUN)

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import SIZES, TIMEOUT, Served, Tabs, axe, screenshot
+from tests.browser.conftest import SHAPES, SIZES, TIMEOUT, Served, Tabs, axe, screenshot
 
 expect.set_options(timeout=1000 * TIMEOUT)
-SHAPES = [(size, scheme) for size in SIZES for scheme in ("light", "dark")]
 HOSTILE = '</mark><img src=x onerror=alert(1)> ${1+1} {{2+2}} <script>alert(2)</script> & "fine"'
 
 

@@ -15,16 +15,10 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, expect
 
-from tests.browser.conftest import SHIFT_LIMIT, SIZES, THEMES, Served, Tabs, axe, is_whole, screenshot, wait_for
+from tests.browser.conftest import SHAPES, SHIFT_LIMIT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import BY_HAND
 
 PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/chat", "/system")
-SHAPES = [
-    pytest.param(size, scheme, marks=[] if (size == "phone") == (scheme == "dark") else pytest.mark.long)
-    for size in SIZES
-    for scheme in THEMES
-]
-"""`make check` sees both sizes and all themes once; `make browser` each size in each theme."""
 USER, PASSWORD = "ada", "correct horse battery"
 
 

@@ -18,7 +18,7 @@ from playwright.sync_api import Page, expect
 from app.runs.proofs import proofs
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun
 from app.sweep.space import Axis
-from tests.browser.conftest import SIZES, THEMES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
+from tests.browser.conftest import SHAPES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import Popen
 from tests.made_runs import add_checkpoint, add_proof, log_lines, made_run, proof_document
 from trainers.run import device_locks
@@ -639,7 +639,7 @@ def test_an_unknown_run_says_so(new_page: Tabs, name: str) -> None:
     assert page.locator("img[src=x]").count() == 0
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(size, scheme) for size in SIZES for scheme in THEMES])
+@pytest.mark.parametrize(("size", "scheme"), SHAPES)
 @pytest.mark.parametrize(
     "path", ["/runs", "/run?run=done-run", "/run?run=failed-run", "/compare?runs=done-run,failed-run"]
 )

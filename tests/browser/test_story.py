@@ -57,7 +57,7 @@ def launch(new_page: Tabs, server: Served) -> tuple[Page, RunFolder]:
     page = new_page("/", server=server)
     expect(page.locator(".ts-verdict-good")).to_be_visible()
     choose_strategy(page, "fsdp2")
-    for name, value in {"max_steps": str(STEPS), "max_length": "128", "global_batch_size": "16"}.items():
+    for name, value in {"max_steps": str(STEPS), "max_length": "128", "global_batch_size": "8"}.items():
         fill(page, name, value)
     fill(page, "save_steps", "1000")
     expect(page.locator("#train-command pre")).to_contain_text("--save_steps 1000")

@@ -11,7 +11,7 @@ import pytest
 from gradio_client import Client
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import SHIFT_LIMIT, SIZES, Served, Tabs, axe, choose_strategy, screenshot, wait_for
+from tests.browser.conftest import SHAPES, SHIFT_LIMIT, SIZES, Served, Tabs, axe, choose_strategy, screenshot, wait_for
 from trainers.config.objectives import OWN_OPTIONS
 from trainers.embedded import DATA_DIR
 
@@ -46,8 +46,7 @@ def command(page: Page) -> str:
     return page.locator("#train-command pre").inner_text()
 
 
-@pytest.mark.parametrize("size", ["wide", "phone"])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize(("size", "scheme"), SHAPES)
 def test_it_is_whole_and_accessible(new_page: Tabs, size: str, scheme: str) -> None:
     page = opened(new_page, "/", size, scheme)
     expect(page.locator(".ts-verdict-good")).to_contain_text("Ready to start: ddp on 2 CPU processes")

@@ -9,13 +9,18 @@ from trainers.config.objective_file import split_objective
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.remote_data import absolute_url, is_url
 
+INPUT_PATHS = (
+    "model_name_or_path", "from_run", "teacher", "teacher_log_probs", "recorded_answers", "dataset_name", "mix",
+    "eval_dataset_name", "chat_template", "reward_schema",
+)  # fmt: skip
+"""Options that may name a file or folder to read."""
+OUTPUT_FOLDERS = ("cache_dir", "runs_dir", "output_dir", "resume_from_checkpoint")
+"""Options that name a folder of runs, checkpoints or prepared data."""
+
 
 def absolute_paths(config: TrainConfig) -> TrainConfig:
     """Returns the config with local paths made absolute, so that a saved config works from any folder."""
-    names = (
-        "model_name_or_path", "teacher", "teacher_log_probs", "dataset_name", "mix", "eval_dataset_name",
-        "chat_template", "recorded_answers", "reward_schema",
-    )  # fmt: skip
+    names = [name for name in INPUT_PATHS if name != "from_run"]  # which may be the name of a run
     local = {name: value for name in names if (value := getattr(config, name)) and value != EMBEDDED}
     absolute = {name: str(Path(value).expanduser().absolute()) for name, value in local.items() if is_local(value)}
     absolute |= {name: absolute_url(value) for name, value in local.items() if is_url(value)}

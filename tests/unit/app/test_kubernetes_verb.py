@@ -55,6 +55,7 @@ def test_a_cache_that_was_chosen_is_kept(capsys: pytest.CaptureFixture[str]) -> 
         ([*ASKED[:-2], "--dry_run"], "output_dir is not on the volume that the pods see, /shared; write --output_dir"),
         ([*ASKED, "--dry_run", "--cache_dir", "/var/x"], "cache_dir=/var/x is not on the volume"),
         ([*ASKED, "--dry_run", "--dataset_name", "mine.jsonl"], "dataset_name=.*/mine.jsonl is not on the volume"),
+        ([*ASKED, "--dry_run", "--recorded_answers", "/var/x"], "recorded_answers=/var/x is not on the volume"),
         ([*ASKED, "--dry_run", "--machine_rank", "1"], "machine_rank=1 is decided by Kubernetes"),
         ([*ASKED, "--dry_run", "--detach"], "--detach is not needed with --on kubernetes"),
         ([*ASKED, "--dry_run", "--partition", "a"], "--partition is for jobs of SLURM; add --on slurm"),

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from app.services.allowed_paths import INPUTS, OUTPUTS, path_mistakes, strategy_mistake
+from app.services.allowed_paths import path_mistakes, strategy_mistake
 from app.services.form import preview
 from app.services.uploads import EXTENSIONS, safe_name, store
+from trainers.config.local_paths import INPUT_PATHS, OUTPUT_FOLDERS
 from trainers.config.mistakes import ConfigError
 from trainers.config.remote_data import COMPRESSED
 from trainers.data.files import KINDS
@@ -76,7 +77,7 @@ def test_a_link_inside_to_the_inside_is_allowed(root: Path) -> None:
     assert refused(root, dataset_name=str(root / "data" / "b.jsonl")) == {}
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("name", OUTPUT_FOLDERS)
 def test_what_is_written_lies_inside_too(root: Path, name: str) -> None:
     assert refused(root, **{name: str(root / "new" / "folder")}) == {}
     for value in ("/tmp/elsewhere", str(root / "way out" / "x"), "~/x", "../x"):
@@ -95,7 +96,7 @@ def test_without_the_check_the_outside_is_read(root: Path) -> None:
     assert list(preview(values, "tiny-lora", num_processes=1, roots=[root]).errors) == ["dataset_name"]
 
 
-@pytest.mark.parametrize("name", [*INPUTS, *OUTPUTS])
+@pytest.mark.parametrize("name", [*INPUT_PATHS, *OUTPUT_FOLDERS])
 def test_a_preview_refuses_every_kind_of_path(root: Path, name: str) -> None:
     for path in ("/etc/passwd", "s3://bucket/x"):
         values = {"runs_dir": str(root), name: path}
