@@ -30,6 +30,12 @@ CLAIMS: dict[str, Sequence[str]] = {
     "`fsdp2`, `fsdp2_offload` on one GPU": (
         "test_fsdp2_on_one_device_is_one_process", "test_fsdp2_offload_is_one_process_with_less_memory",
     ),
+    "two GPUs by NCCL: `ddp`, its hooks bf16 and PowerSGD, `fsdp1` with offload, ZeRO++'s quantized messages": (
+        "test_two_gpus_by_nccl_are_one_process", "test_compressed_gradients_train_alike",
+        "test_fsdp1_offload_is_one_process_with_less_memory",
+        "test_quantized_messages_train_and_are_named",
+    ),
+    "use and power of the GPU in `metrics.jsonl`": ("test_use_and_power_are_in_the_metrics",),
     "QLoRA": ("test_qlora_trains_near_lora",),
     "a killed run resumes bit for bit": ("test_a_killed_run_resumes_bit_for_bit",),
     "a deterministic rerun, bit for bit": ("test_a_deterministic_rerun_is_the_same_bit_for_bit",),

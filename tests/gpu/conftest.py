@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "also_on_cpu: what it tests exists on a CPU too")
     config.addinivalue_line("markers", "needs(package): is skipped without it")
+    config.addinivalue_line("markers", "gpus(count): is skipped where there are fewer")
     config.addinivalue_line("markers", "runs(*names): of tests/gpu/launches.py, which it compares")
     if file := config.getoption("--results"):
         config.pluginmanager.register(_Results(file))
@@ -46,6 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark in item.iter_markers("needs"):
             if find_spec(mark.args[0]) is None:
                 item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]}"))
+        for mark in item.iter_markers("gpus"):
+            if torch.cuda.device_count() < mark.args[0]:
+                item.add_marker(pytest.mark.skip(reason=f"needs {mark.args[0]} GPUs"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -28,6 +28,29 @@ DEEP: dict[str, Any] = {
 }  # fmt: skip
 """For the `deep` model: what its layers keep for the backward pass, their inputs, is most of its memory."""
 EXACT: dict[str, Any] = {**BF16, "deterministic": True}
+LONGER: dict[str, Any] = {"strategy": "ddp", "processes": 2, "max_steps": 14}
+"""PowerSGD begins after ten steps."""
+FSDP1_OFFLOAD = "fsdp1_offload.yaml"
+QUANTIZED = "quantized.yaml"
+OWN_FILES: dict[str, dict[str, Any]] = {
+    FSDP1_OFFLOAD: {
+        "distributed_type": "FSDP", "num_processes": 2,
+        "fsdp_config": {
+            "fsdp_version": 1, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_offload_params": True,
+            "fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True, "fsdp_sync_module_states": True,
+            "fsdp_cpu_ram_efficient_loading": False,
+        },
+    },
+    QUANTIZED: {
+        "distributed_type": "DEEPSPEED", "num_processes": 2,
+        "deepspeed_config": {"deepspeed_config_file": "quantized.json", "zero3_init_flag": False},
+    },
+    "quantized.json": {"zero_optimization": {
+        "stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+        "stage3_param_persistence_threshold": 0,
+    }},
+}  # fmt: skip
+"""Accelerate files, and a DeepSpeed JSON, that do not ship."""
 RUNS: dict[str, dict[str, Any]] = {
     "fp32": {},
     "wrong rate": {"learning_rate": 5e-4 * 1.1},
@@ -40,6 +63,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "offloaded": {**DEEP, "activation_offloading": True},
     "fsdp2": {"strategy": "fsdp2"},
     "fsdp2_offload": {"strategy": "fsdp2_offload"},
+    "two by nccl": {"strategy": "ddp", "processes": 2},
+    "two for longer": LONGER,
+    "bf16 hook": {**LONGER, "ddp_comm_hook": "bf16"},
+    "power_sgd hook": {**LONGER, "ddp_comm_hook": "power_sgd"},
+    "fsdp1 offload": {"strategy": FSDP1_OFFLOAD, "processes": 2},
+    "quantized messages": {"strategy": QUANTIZED, "processes": 2},
     "lora": {"method": "lora", "learning_rate": 1e-3},
     "qlora": {"method": "qlora", "learning_rate": 1e-3},
     "exact": EXACT,
@@ -94,13 +123,15 @@ class Launches:
 
     def _run(self, name: str) -> Finished:
         options = {**COMMON, **RUNS[name], "cache_dir": self.folder / "cache"}
-        strategy = options.pop("strategy", None)
+        strategy, processes = options.pop("strategy", None), options.pop("processes", 1)
+        if strategy in OWN_FILES:
+            strategy = own_file(self.folder / f"files of {name}", strategy)
         if options.get("random_init"):
             options["model_name_or_path"] = deep_model(self.folder / f"model of {name}")
         output = self.folder / name.replace(" ", "-")
         if name != "killed and resumed":
             port = ("--main_process_port", "0") if strategy else ()  # the default would be that of two runs at once
-            return launch(output, 1, options, strategy=strategy, launcher_flags=port, by_hand=True)
+            return launch(output, processes, options, strategy=strategy, launcher_flags=port, by_hand=True)
         killed = launch(output, 1, options, by_hand=True, PYTHONPATH=_killing(self.folder / "kill"))
         assert killed.state.get("state") != "done", killed.output[-2000:]
         assert len(killed.rows()) < STEPS, "it was killed on the way"
@@ -112,6 +143,15 @@ def _killing(folder: Path) -> str:
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_KILL)
     return os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def own_file(folder: Path, name: str) -> str:
+    """Writes all of `OWN_FILES` as JSON, which is YAML too; returns the path of one."""
+    folder.mkdir()
+    for each, content in OWN_FILES.items():
+        text = json.dumps(content).replace('"quantized.json"', json.dumps(str(folder / "quantized.json")))
+        (folder / each).write_text(text)
+    return str(folder / name)
 
 
 def deep_model(folder: Path) -> Path:

@@ -92,6 +92,14 @@ def test_packed_rows_in_bf16_get_varlen(launched: Launches) -> None:
     assert "attention tunesmith_varlen " in " ".join(launched("bf16").output.split())
 
 
+@pytest.mark.needs("pynvml")
+@runs("bf16")
+def test_use_and_power_are_in_the_metrics(launched: Launches) -> None:
+    for row in launched("bf16").rows():
+        assert 0 <= row["gpu_percent_by_rank"][0] <= 100
+        assert row["gpu_power_w_by_rank"][0] > 0
+
+
 @runs("checkpointed", "offloaded")
 def test_activations_in_host_memory_free_the_gpu(launched: Launches) -> None:
     there, away = launched("checkpointed"), launched("offloaded")
@@ -110,6 +118,48 @@ def test_fsdp2_offload_is_one_process_with_less_memory(launched: Launches) -> No
     offloaded = launched("fsdp2_offload")
     assert difference(offloaded, launched("fp32")) < 1e-4
     assert min(offloaded.series("memory_gib")) < min(launched("fsdp2").series("memory_gib"))
+
+
+@pytest.mark.gpus(2)
+@runs("two by nccl", "fp32", "wrong rate")
+def test_two_gpus_by_nccl_are_one_process(launched: Launches) -> None:
+    """Each rank on a device of its own, as NCCL refuses two ranks on one."""
+    two = launched("two by nccl")
+    assert difference(two, launched("fp32")) < 1e-5 < difference(launched("wrong rate"), launched("fp32"))
+    assert all(len(row["memory_gib_by_rank"]) == 2 for row in two.rows())
+
+
+@pytest.mark.gpus(2)
+@runs("bf16 hook", "power_sgd hook", "two for longer", "fp32", "wrong rate")
+def test_compressed_gradients_train_alike(launched: Launches, band: float) -> None:
+    """bf16 from the first step on, PowerSGD once it begins."""
+    plain, bf16, low_rank = (launched(name) for name in ("two for longer", "bf16 hook", "power_sgd hook"))
+    assert 0 < difference(bf16, plain) < band
+    losses = list(zip(low_rank.series("loss"), plain.series("loss"), strict=True))
+    assert max(abs(ours - theirs) for ours, theirs in losses[:9]) < 1e-5
+    assert losses[-1][0] != losses[-1][1]
+    assert losses[-1][0] < losses[0][0]
+    assert "ddp_comm_hook=power_sgd" in low_rank.output
+
+
+@pytest.mark.gpus(2)
+@runs("fsdp1 offload", "fp32", "two by nccl")
+def test_fsdp1_offload_is_one_process_with_less_memory(launched: Launches) -> None:
+    """Weights rest in host memory; they are sent by rank 0 at the start (`fsdp_sync_module_states`)."""
+    offloaded = launched("fsdp1 offload")
+    assert difference(offloaded, launched("fp32")) < 1e-4
+    assert min(offloaded.series("memory_gib")) < min(launched("two by nccl").series("memory_gib"))
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.needs("deepspeed")
+@runs("quantized messages", "fp32")
+def test_quantized_messages_train_and_are_named(launched: Launches) -> None:
+    """Weights in 8 bits and gradients in 4 move the loss, by little, and it falls."""
+    quantized, full = launched("quantized messages").series("loss"), launched("fp32").series("loss")
+    assert 0 < abs(quantized[0] - full[0]) < 0.2 * full[0]
+    assert quantized[-1] < quantized[0]
+    assert "zero_quantized_gradients=true" in launched("quantized messages").output
 
 
 @also_on_cpu

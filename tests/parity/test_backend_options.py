@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 import torch
 import yaml
 
-from tests.launching import launch, launch_well
+from tests import forked
+from tests.launching import ROOT, SCRIPT, Finished, environment, flags, free_port, launch, launch_well
 from tests.parity.checks import equal_after_resume, reference, resumed
-from tests.parity.runs import HALF, config, curve, long, mostly_long, options
+from tests.parity.runs import HALF, config, curve, long, mostly_long, options, run
 from trainers.config.mistakes import ConfigError
 from trainers.model.load import build_model
 from trainers.objectives.loss_module import LossModule
@@ -22,6 +25,7 @@ from trainers.parallel.fsdp import _classes_by_size, _refuse_odd_adapters
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard, check_coverage
 from trainers.run.errors import TrainingError
+from trainers.run.folder import RunFolder
 
 FSDP2 = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_cpu_ram_efficient_loading": False}
 FSDP1 = {
@@ -36,6 +40,41 @@ FSDP = {
     "fsdp1 cut by size": FSDP1 | SIZE,
     "fsdp1 no shard": FSDP1 | {"fsdp_sharding_strategy": "NO_SHARD"},
 }
+PROBE = """import os
+if "RANK" in os.environ:
+    import json
+    from torch.distributed.fsdp import FullyShardedDataParallel, FSDPModule
+    from trainers.parallel import backend
+    probe = backend.Backend.warm_up_buckets
+
+    def written(made):
+        units = [part for part in made.model.modules() if isinstance(part, (FullyShardedDataParallel, FSDPModule))]
+        unit = units[0] if isinstance(units[0], FullyShardedDataParallel) else None
+        found = {"units": len(units)}
+        if unit is not None:
+            found |= {"backward_prefetch": str(unit.backward_prefetch).rpartition(".")[2],
+                      "sharding": unit.sharding_strategy.name, "group": unit.process_group.size()}
+        with open(os.path.join(FOLDER, os.environ["RANK"] + ".json"), "w") as file:
+            json.dump(found, file)
+        probe(made)
+
+    backend.Backend.warm_up_buckets = written
+    if os.environ.get("DEVICES_PER_MACHINE"):  # by which FSDP 1 makes its groups; a CPU counts as one device
+        import torch
+        torch.cpu.device_count = lambda: int(os.environ["DEVICES_PER_MACHINE"])
+"""
+"""Each rank writes what FSDP was told, once the model is wrapped."""
+NO_WRAP = {"fsdp_auto_wrap_policy": "NO_WRAP"}
+TOLD: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fsdp1 prefetch after": (
+        FSDP1 | {"fsdp_backward_prefetch": "BACKWARD_POST"},
+        {"backward_prefetch": "BACKWARD_POST"},
+    ),
+    "fsdp1 no prefetch": (FSDP1 | {"fsdp_backward_prefetch": "NO_PREFETCH"}, {"backward_prefetch": "None"}),
+    "fsdp1 in one unit": (FSDP1 | NO_WRAP, {"units": 1, "sharding": "FULL_SHARD"}),
+    "fsdp2 in one unit": (FSDP2 | NO_WRAP | {"fsdp_reshard_after_forward": True}, {"units": 1}),
+}
+"""Settings of FSDP, and what a rank must then find in the wrapped model."""
 BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000, "overlap_comm": False}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}}
 AUTO = dict.fromkeys(
@@ -68,6 +107,105 @@ def test_fsdp(name: str, tmp_path: Path) -> None:
     assert curve(finished).agrees(reference("full", True))
 
 
+def probed(folder: Path, **variables: str) -> dict[str, str]:
+    """The environment of ranks that write into the folder what FSDP was told."""
+    (inject := folder / "inject").mkdir()
+    (inject / "sitecustomize.py").write_text(PROBE.replace("FOLDER", repr(str(folder))))
+    return {"PYTHONPATH": f"{inject}{os.pathsep}{ROOT}", **variables}
+
+
+@pytest.mark.parametrize("name", mostly_long(TOLD, []))
+def test_fsdp_is_told(name: str, tmp_path: Path) -> None:
+    """The curve is that of one process, and the setting has reached FSDP, which has another default."""
+    settings, expected = TOLD[name]
+    file = write(tmp_path, "FSDP", fsdp_config=settings)
+    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file, **probed(tmp_path))
+    assert curve(finished).agrees(reference("full", True))
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert {key: found[key] for key in expected} == expected
+
+
+def on_two_machines(folder: Path, file: str, processes: int, **variables: str) -> Finished:
+    """Two plain launchers with half of the ranks each, as on two machines."""
+    port, programs, asked = str(free_port()), [], options("full", True, output_dir=folder / "run")
+    for machine in ("0", "1"):
+        line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file]
+        line += ["--num_processes", str(processes), "--num_machines", "2", "--machine_rank", machine]
+        line += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, str(SCRIPT), *flags(asked)]
+        env = environment(**variables, XDG_STATE_HOME=str(folder / machine))  # where devices are locked
+        programs.append(forked.Popen(line, env=env))
+    try:
+        assert [program.wait(500) for program in programs] == [0, 0]
+    finally:
+        for program in programs:
+            program.terminate()
+    return Finished(RunFolder(folder / "run"), 0, "")
+
+
+@pytest.mark.parametrize("sharding", mostly_long(["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"], []))
+def test_fsdp1_shards_within_machines_and_replicates_across(sharding: str, tmp_path: Path) -> None:
+    """Machines of two devices each."""
+    file = write(tmp_path, "FSDP", fsdp_config=FSDP1 | {"fsdp_sharding_strategy": sharding}, num_machines=2)
+    finished = on_two_machines(tmp_path, file, 4, **probed(tmp_path, DEVICES_PER_MACHINE="2"))
+    assert curve(finished).agrees(reference("full", True))
+    for rank in range(4):
+        found = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (found["sharding"], found["group"]) == (sharding, 2)
+
+
+@long
+def test_a_pipeline_over_two_machines(tmp_path: Path) -> None:
+    finished = on_two_machines(tmp_path, str(ROOT / "accelerate_configs/pp.yaml"), 2)
+    assert curve(finished).agrees(reference("full", True))
+    assert (finished.run.read_state() or {})["state"] == "done"
+
+
+DDP_BUCKETS = """import os
+if "RANK" in os.environ:
+    import json
+    from trainers.parallel import replicated
+    probe = replicated.Replicated.warm_up_buckets
+
+    def written(made):
+        with open(os.path.join(FOLDER, os.environ["RANK"] + ".json"), "w") as file:
+            json.dump(made.model._get_ddp_logging_data()["bucket_cap_bytes"], file)
+        probe(made)
+
+    replicated.Replicated.warm_up_buckets = written
+"""
+
+
+@long
+def test_ddp_has_buckets_of_the_size_asked_for(tmp_path: Path) -> None:
+    (inject := tmp_path / "inject").mkdir()
+    (inject / "sitecustomize.py").write_text(DDP_BUCKETS.replace("FOLDER", repr(str(tmp_path))))
+    more = {"PYTHONPATH": f"{inject}{os.pathsep}{ROOT}"}
+    finished = launch_well(tmp_path / "run", 2, options("full", True, ddp_bucket_cap_mb=1), **more)
+    assert json.loads((tmp_path / "0.json").read_text()) == 2**20, "the default is 25 MiB"
+    assert curve(finished).agrees(reference("full", True))
+
+
+@long
+def test_zero_offload_in_one_process(tmp_path: Path) -> None:
+    """As on a single GPU: what does not fit rests in host memory, and nothing is divided."""
+    finished = launch_well(tmp_path / "run", 1, options("full", True), strategy="zero3_offload")
+    assert curve(finished).agrees(reference("full", True))
+    assert re.search(r"offload +cpu", finished.output)
+
+
+@long
+def test_deepspeeds_own_lion_is_lion(tmp_path: Path) -> None:
+    lion = {"type": "Lion", "params": {"lr": "auto", "betas": [0.9, 0.99], "weight_decay": "auto"}}
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": zero, "optimizer": lion}))
+    inline = {"deepspeed_config_file": str(tmp_path / "zero.json"), "zero3_init_flag": False}
+    file = write(tmp_path, "DEEPSPEED", deepspeed_config=inline)
+    finished = launch_well(tmp_path / "run", 2, options("full", True, learning_rate=5e-5), strategy=file)
+    assert "DeepSpeed's optimizer Lion" in finished.output, "it is listed as outside the promise"
+    assert curve(finished).agrees(curve(run(1, "full", True, optim="lion", learning_rate=5e-5)))
+    assert not curve(finished).agrees(curve(run(1, "full", True, learning_rate=5e-5))), "control: AdamW"
+
+
 def test_profilers_show_what_they_see_and_change_nothing(tmp_path: Path) -> None:
     """torch's profiler on both ranks, and DeepSpeed's profiler of FLOPs and logger of communication."""
     content = ZERO["zero1 with small buckets"] | {
@@ -87,6 +225,15 @@ def test_profilers_show_what_they_see_and_change_nothing(tmp_path: Path) -> None
         assert (seen["first_step"], seen["steps"]) == (5, 3)
         assert sum(seen["shares"].values()) == pytest.approx(1)
         assert seen["shares"]["compute"] > 0 < seen["shares"]["exposed"] + seen["shares"]["overlapped"]
+
+
+@long
+def test_ranks_meet_by_c10d(tmp_path: Path) -> None:
+    """torchrun's elastic rendezvous, chosen in an Accelerate file."""
+    file = write(tmp_path, "MULTI_GPU", rdzv_backend="c10d")
+    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file)
+    assert yaml.safe_load((tmp_path / "run/accelerate.yaml").read_text())["rdzv_backend"] == "c10d"
+    assert curve(finished).agrees(reference("full", True))
 
 
 @pytest.mark.parametrize("name", mostly_long(ZERO, []))
