@@ -227,12 +227,30 @@ def test_profilers_show_what_they_see_and_change_nothing(tmp_path: Path) -> None
         assert seen["shares"]["compute"] > 0 < seen["shares"]["exposed"] + seen["shares"]["overlapped"]
 
 
+RENDEZVOUS = """import os
+if "RANK" not in os.environ:
+    from torch.distributed.elastic.rendezvous import registry
+    handler = registry.get_rendezvous_handler
+
+    def written(parameters):
+        with open(FILE, "w") as file:
+            file.write(parameters.backend)
+        return handler(parameters)
+
+    registry.get_rendezvous_handler = written
+"""
+
+
 @long
-def test_ranks_meet_by_c10d(tmp_path: Path) -> None:
-    """torchrun's elastic rendezvous, chosen in an Accelerate file."""
-    file = write(tmp_path, "MULTI_GPU", rdzv_backend="c10d")
-    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file)
-    assert yaml.safe_load((tmp_path / "run/accelerate.yaml").read_text())["rdzv_backend"] == "c10d"
+@pytest.mark.parametrize("backend", ["c10d", None])
+def test_ranks_meet_by_c10d(backend: str | None, tmp_path: Path) -> None:
+    """torchrun's elastic rendezvous, chosen in an Accelerate file; without a choice it is the static one."""
+    (inject := tmp_path / "inject").mkdir()
+    (inject / "sitecustomize.py").write_text(RENDEZVOUS.replace("FILE", repr(str(tmp_path / "backend"))))
+    path = f"{inject}{os.pathsep}{ROOT}"
+    file = write(tmp_path, "MULTI_GPU", **({"rdzv_backend": backend} if backend else {}))
+    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file, PYTHONPATH=path)
+    assert (tmp_path / "backend").read_text() == (backend or "static")
     assert curve(finished).agrees(reference("full", True))
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.strategy import topics
 from trainers.strategy.accelerate_schema import (
     MEGATRON_PROBLEM,
     NOT_BESIDE_FILE,
@@ -29,7 +30,10 @@ MESH_TYPES = ("FSDP", "MULTI_GPU", "DEEPSPEED")
 _TYPES_OF = {"fsdp_config": ("FSDP",), "deepspeed_config": ("DEEPSPEED",), "parallelism_config": MESH_TYPES}
 SCALED_TYPES = ("NO", "MULTI_GPU")  # types under which the training script scales the loss for fp16
 FP16_UNSCALED = Mistake(
-    "mixed_precision", "fp16", "needs loss scaling, which is only done under single and ddp", "use bf16"
+    "mixed_precision",
+    "fp16",
+    "needs loss scaling, which is only done under single and ddp",
+    f"use bf16; {topics.PRECISION}",
 )
 
 
@@ -71,9 +75,9 @@ def _type_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
     elif kind == "MULTI_CPU":
         yield Mistake(option, kind, "starts one process without mpirun", "write MULTI_GPU, which runs on gloo here")
     elif kind == "MEGATRON_LM":
-        yield Mistake(option, kind, f": {MEGATRON_PROBLEM}", "use --strategy 3d")
+        yield Mistake(option, kind, f": {MEGATRON_PROBLEM}", f"use --strategy 3d; {topics.FRAMEWORKS}")
     elif kind not in TYPES:
-        yield Mistake(option, shortened(kind), "is not supported", f"use {', '.join(TYPES)}")
+        yield Mistake(option, shortened(kind), "is not supported", f"use {', '.join(TYPES)}; {topics.FRAMEWORKS}")
     else:
         for name in SECTIONS:
             if getattr(config, name) and kind not in _TYPES_OF[name]:
@@ -157,7 +161,7 @@ ONLY_FSDP1 = {
 def _fsdp2_mistakes(fsdp: FsdpConfig) -> Iterator[Mistake]:
     for key, remedy in ONLY_FSDP1.items():
         if getattr(fsdp, key) is not None:
-            yield Mistake(f"fsdp_config.{key}", None, "is ignored under fsdp_version=2", remedy)
+            yield Mistake(f"fsdp_config.{key}", None, "is ignored under fsdp_version=2", f"{remedy}; {topics.FSDP}")
     reshard = fsdp.fsdp_reshard_after_forward
     if isinstance(reshard, str):  # Accelerate rejects the values of version 1
         flags = {"FULL_SHARD": "write true", "SHARD_GRAD_OP": "write false"}
@@ -174,10 +178,11 @@ def _fsdp1_mistakes(config: AccelerateConfig, fsdp: FsdpConfig) -> Iterator[Mist
         yield Mistake("fsdp_config.fsdp_reshard_after_forward", word, "is ignored under fsdp_version=1", remedy)
     if fsdp.fsdp_use_orig_params is False:
         problem = "cannot mix frozen and trained weights, nor report their names"
-        yield Mistake("fsdp_config.fsdp_use_orig_params", False, problem, "write true")
+        yield Mistake("fsdp_config.fsdp_use_orig_params", False, problem, f"write true; {topics.FSDP}")
     if "HYBRID" in sharding and (config.num_machines or 1) < 2:
         problem = "takes its groups from the machines, and there is only one"
-        yield Mistake("fsdp_config.fsdp_sharding_strategy", sharding, problem, "use the hsdp strategy")
+        remedy = f"use the hsdp strategy; {topics.HYBRID}"
+        yield Mistake("fsdp_config.fsdp_sharding_strategy", sharding, problem, remedy)
     if config.num_processes == 1 and sharding != "NO_SHARD":
         problem = f"with num_processes=1 turns {sharding} into NO_SHARD"
         yield Mistake("fsdp_config.fsdp_version", 1, problem, "use fsdp_version: 2, or single")
@@ -235,7 +240,7 @@ def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
         return
     if machines > 1 and section.deepspeed_multinode_launcher is None:
         problem = "would start DeepSpeed's own launcher (pdsh)"
-        remedy = "write deepspeed_multinode_launcher: standard in deepspeed_config"
+        remedy = f"write deepspeed_multinode_launcher: standard in deepspeed_config; {topics.MACHINES}"
         yield Mistake("num_machines", machines, problem, remedy)
     if section.deepspeed_config_file is None:
         yield from _inline_mistakes(section)
@@ -252,7 +257,7 @@ def _deepspeed_mistakes(config: AccelerateConfig) -> Iterator[Mistake]:
     option = "deepspeed_config.zero3_init_flag"
     if stage == 3 and section.zero3_init_flag:  # Accelerate itself turns it off under the other stages
         problem = "is refused: weights are never drawn at random, and are sharded as they are read"
-        yield Mistake(option, True, problem, "write false")
+        yield Mistake(option, True, problem, f"write false; {topics.ZERO}")
     if stage == 3 and section.zero3_init_flag is None:
         # Without the key, DeepSpeedPlugin defaults to true under stage 3, and each rank would initialize its own shard.
         yield Mistake(option, None, "is missing, and Accelerate would use true", "write false")
@@ -271,7 +276,8 @@ def _inline_mistakes(section: DeepSpeedConfig) -> Iterator[Mistake]:
         device, path = (getattr(section, f"offload_{part}_{key}") for key in ("device", "nvme_path"))
         if device == "nvme" or path is not None:
             remedy = (
-                f"write a DeepSpeed JSON with zero_optimization.offload_{part} and name it in deepspeed_config_file"
+                f"write a DeepSpeed JSON with zero_optimization.offload_{part} and name it in deepspeed_config_file; "
+                f"{topics.OFFLOAD}"
             )
             problem = ": `accelerate launch` does not pass the nvme path on"
             yield Mistake(f"deepspeed_config.offload_{part}_device", "nvme", problem, remedy)

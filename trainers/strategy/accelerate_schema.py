@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Predicate
 from pydantic import Field, model_validator
 
+from trainers.strategy import topics
 from trainers.strategy.deepspeed_schema import DeepSpeedJson
 from trainers.strategy.schema import (
     MAX_PROCESSES,
@@ -47,7 +48,8 @@ class DynamoConfig(Section):
 
 
 _RECOMPUTE = Refused(
-    "its recompute is not the same for all strategies", "use gradient_checkpointing: true in the config"
+    "its recompute is not the same for all strategies",
+    f"use gradient_checkpointing: true in the config; {topics.MEMORY}",
 )
 Sharding = Literal[
     "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2"
@@ -76,7 +78,7 @@ class FsdpConfig(Section):
     # Has no effect: Tunesmith's checkpoints are always sharded and its exports full, as Accelerate's own checkpoints
     # resume FSDP1 incorrectly. `accelerate config` writes one of these two values by default.
     fsdp_state_dict_type: Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT"] | None = key(
-        Refused("checkpoints are Tunesmith's own and exports are full", "remove the line"),
+        Refused("checkpoints are Tunesmith's own and exports are full", f"remove the line; {topics.CHECKPOINTS}"),
         Ignored("checkpoints are Tunesmith's own, always sharded, and exports are full; remove the line"),
     )
     fsdp_activation_checkpointing: OnlyFalse = key(_RECOMPUTE)
@@ -87,7 +89,8 @@ class FsdpConfig(Section):
 
 
 _OWN_LAUNCHER = Refused(
-    "it belongs to DeepSpeed's own launcher", "write deepspeed_multinode_launcher: standard and remove the line"
+    "it belongs to DeepSpeed's own launcher",
+    f"write deepspeed_multinode_launcher: standard and remove the line; {topics.MACHINES}",
 )
 
 
@@ -96,14 +99,14 @@ class DeepSpeedConfig(Section):
 
     deepspeed_config_file: str | None = None
     zero_stage: Annotated[int, Field(ge=1, le=3)] | None = key(
-        Refused("ZeRO stages are 1, 2 and 3", "write one as a number; stage 0 is the ddp strategy")
+        Refused("ZeRO stages are 1, 2 and 3", f"write one as a number; stage 0 is the ddp strategy; {topics.ZERO}")
     )
     offload_optimizer_device: Literal["none", "cpu", "nvme"] = "none"
     offload_param_device: Literal["none", "cpu", "nvme"] = "none"
     offload_optimizer_nvme_path: str | None = None
     offload_param_nvme_path: str | None = None
     gradient_accumulation_steps: Annotated[int, Field(ge=1, le=1)] | Literal["auto"] | None = key(
-        Refused("accumulation is derived from global_batch_size", "remove the line")
+        Refused("accumulation is derived from global_batch_size", f"remove the line; {topics.ACCUMULATION}")
     )
     gradient_clipping: Literal["auto"] | None = key(
         Refused("max_grad_norm of the config sets gradient clipping", "remove the line")
@@ -113,7 +116,7 @@ class DeepSpeedConfig(Section):
         Ignored("the export is Tunesmith's own, in the dtype that it says; remove the line")
     )
     deepspeed_multinode_launcher: Literal["standard"] | None = key(
-        Refused("only torchrun's is supported", "write standard")
+        Refused("only torchrun's is supported", f"write standard; {topics.MACHINES}")
     )
     deepspeed_hostfile: Absent = key(_OWN_LAUNCHER)
     deepspeed_exclusion_filter: Absent = key(_OWN_LAUNCHER)
@@ -186,7 +189,9 @@ class AccelerateConfig(Section):
     debug: bool | None = None
     downcast_bf16: str | bool | None = key(_NO_TPU)
     gpu_ids: str | None = None
-    rdzv_backend: str | None = None
+    rdzv_backend: Literal["static", "c10d"] | None = key(
+        Refused("only torchrun's own rendezvous is supported", f"write static or c10d; {topics.LAUNCHING}")
+    )
     same_network: bool | None = None
     enable_cpu_affinity: bool | None = None
     tpu_env: list[Any] | None = None
@@ -203,9 +208,9 @@ class AccelerateConfig(Section):
     fp8_config: Empty = key(Refused("fp8 is chosen in the config", "remove it and pass --mixed_precision fp8"))
     dynamo_config: DynamoConfig | None = None
     dynamo_backend: Literal["NO", "no"] | None = key(_NO_DYNAMO)
-    megatron_lm_config: Empty = key(Refused(MEGATRON_PROBLEM, "use --strategy 3d"))
+    megatron_lm_config: Empty = key(Refused(MEGATRON_PROBLEM, f"use --strategy 3d; {topics.FRAMEWORKS}"))
     mpirun_config: Empty = key(
-        Refused("mpirun is not supported", "remove it and use MULTI_GPU, which runs on gloo here")
+        Refused("mpirun is not supported", f"remove it and use MULTI_GPU, which runs on gloo here; {topics.MACHINES}")
     )
 
     @model_validator(mode="before")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.strict_json import unique_keys
 from trainers.config.yaml_file import read_text
+from trainers.strategy import topics
 from trainers.strategy.deepspeed_schema import (
     AS_CONFIGURED,
     ONE_BIT,
@@ -120,7 +121,8 @@ def _zero_mistakes(zero: ZeroOptimization | None) -> Iterator[Mistake]:
                 "remove it",
             )
         if param.device == "nvme":
-            yield Mistake(f"{section}.offload_param.device", "nvme", ": it could not be checkpointed", "write cpu")
+            remedy = f"write cpu; {topics.OFFLOAD}"
+            yield Mistake(f"{section}.offload_param.device", "nvme", ": it could not be checkpointed", remedy)
     for name, offload in (("offload_param", param), ("offload_optimizer", state)):
         if offload.device != "nvme":
             continue
@@ -139,10 +141,10 @@ def _optimizer_mistakes(optimizer: Optimizer | None) -> list[Mistake]:
         return [Mistake("optimizer.type", None, "is missing", use)]
     kind, name = optimizer.type.lower(), shortened(optimizer.type)
     if kind in ONE_BIT:
-        return [Mistake("optimizer.type", name, "was removed in DeepSpeed 0.19", use)]
+        return [Mistake("optimizer.type", name, "was removed in DeepSpeed 0.19", f"{use}; {topics.ZERO}")]
     if kind in UNTRIED:
         problem = "is not supported, as checkpoints were never run with its state"
-        return [Mistake("optimizer.type", name, problem, "use AdamW")]
+        return [Mistake("optimizer.type", name, problem, f"use AdamW; {topics.ZERO}")]
     if kind not in OPTIMIZERS:
         return [Mistake("optimizer.type", name, "is not one of DeepSpeed's own optimizers", use)]
     params = optimizer.params or {}

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Predicate
 from pydantic import Field
 
+from trainers.strategy import topics
 from trainers.strategy.schema import (
     MAX_PROCESSES,
     Absent,
@@ -29,14 +30,16 @@ Count = Annotated[float, Field(ge=0, multiple_of=1)]  # many files write 5e8
 Share = Annotated[float, Field(ge=0, le=1)]
 Device = Literal["none", "cpu", "nvme"]
 
-_BATCH = Refused("the batch follows from global_batch_size", 'write "auto" or remove it')
+_BATCH = Refused("the batch follows from global_batch_size", f'write "auto" or remove it; {topics.ACCUMULATION}')
 _COMPUTE_RULE = Refused(
-    "it would break the compute rule that all strategies share", "remove it and use mixed_precision of the config"
+    "it would break the compute rule that all strategies share",
+    f"remove it and use mixed_precision of the config; {topics.PRECISION}",
 )
 _OWN_METRICS = Refused("the run writes its own metrics", "remove it and use report_to in the config")
-_NO_PARALLELISM = Refused("this parallelism is not supported yet")
+_NO_PARALLELISM = Refused("DeepSpeed would need a model written for it", f"remove it; {topics.MIXES}")
 _UNREAD = Refused("nothing here reads it")
 _OWN_CHECKPOINTS = "checkpoints are Tunesmith's own"
+_CHECKPOINTS = Refused(_OWN_CHECKPOINTS, f"remove it; {topics.CHECKPOINTS}")
 _NO_SCALING = Refused("ZeRO asserts at launch that it is off")
 _OWN_PLAN = Refused("the batch of each step is the script's own plan")
 _NO_PRINT = Ignored("the script prints its own progress; use logging_steps in the config")
@@ -51,11 +54,18 @@ class JsonSection(Section):
     """Model of a mapping in the JSON."""
 
     owner: ClassVar[str] = "DeepSpeed"
+    where: ClassVar[str] = "no section of "
+    """Path of the section in `GONE`."""
 
     @classmethod
     def explain_unknown(cls, name: str) -> tuple[str, str]:
-        """Also recognizes `_comment` keys, which DeepSpeed rejects within a section."""
-        return (": JSON has no comments", "remove it") if name.startswith("_") else super().explain_unknown(name)
+        """Also recognizes `_comment` keys, which DeepSpeed rejects within a section, and what DeepSpeed has removed."""
+        if name.startswith("_"):
+            return ": JSON has no comments", "remove it"
+        if gone := GONE.get(f"{cls.where}{name}"):
+            problem, _, instead = gone.partition("; ")
+            return f": {problem}", f"remove it; {instead}; {topics.ZERO}"
+        return super().explain_unknown(name)
 
 
 # Set by the config, so the JSON may only say "auto"; a number here would be ignored, or override the config.
@@ -138,8 +148,10 @@ class LeafModule(JsonSection):
 class ZeroOptimization(JsonSection):
     """`zero_optimization`."""
 
+    where: ClassVar[str] = "zero_optimization."
+
     stage: Annotated[int, Field(ge=1, le=3)] | None = key(
-        Refused("ZeRO stages are 1, 2 and 3", "write one as a number; stage 0 is the ddp strategy")
+        Refused("ZeRO stages are 1, 2 and 3", f"write one as a number; stage 0 is the ddp strategy; {topics.ZERO}")
     )
     contiguous_gradients: bool | None = None
     reduce_scatter: bool | None = None
@@ -150,7 +162,7 @@ class ZeroOptimization(JsonSection):
     overlap_comm: bool | None = None
     compute_grad_norm: OnlyTrue = key(Refused("the gradient norm is clipped and reported"))
     load_from_fp32_weights: bool | None = key(Ignored(f"{_OWN_CHECKPOINTS}; remove it"))
-    elastic_checkpoint: OnlyFalse = key(Refused(_OWN_CHECKPOINTS))
+    elastic_checkpoint: OnlyFalse = key(_CHECKPOINTS)
     offload_param: OffloadParam | None = None
     offload_optimizer: OffloadOptimizer | None = None
     zenflow: Absent = key(Refused("it steps with stale gradients, which changes the model"))
@@ -277,6 +289,8 @@ def _all_auto(value: Any) -> bool:
 class DeepSpeedJson(JsonSection):
     """The whole file."""
 
+    where: ClassVar[str] = ""
+
     train_batch_size: Auto | None = key(_BATCH)
     train_micro_batch_size_per_gpu: Auto | None = key(_BATCH)
     gradient_accumulation_steps: Auto | None = key(_BATCH)
@@ -287,7 +301,7 @@ class DeepSpeedJson(JsonSection):
     zero_optimization: ZeroOptimization | None = None
     optimizer: Optimizer | None = None
     scheduler: Annotated[Any, Predicate(_all_auto)] = key(
-        Refused("the script sets the learning rate at each step", "remove it and use lr_scheduler_type")
+        Refused("the script sets the learning rate at each step", f"remove it and use lr_scheduler_type; {topics.ZERO}")
     )
     fp16: Fp16 | None = None
     bf16: Bf16 | None = None
@@ -315,10 +329,10 @@ class DeepSpeedJson(JsonSection):
     flops_profiler: FlopsProfiler | None = None
     aio: Aio | None = None
     activation_checkpointing: Absent = key(
-        Refused("the script recomputes by itself", "use gradient_checkpointing: true in the config")
+        Refused("the script recomputes by itself", f"use gradient_checkpointing: true in the config; {topics.MEMORY}")
     )
-    checkpoint: Absent = key(Refused(_OWN_CHECKPOINTS))
-    datastates: Absent = key(Refused(_OWN_CHECKPOINTS))
+    checkpoint: Absent = key(_CHECKPOINTS)
+    datastates: Absent = key(_CHECKPOINTS)
     compile: Absent = key(Refused("the script compiles by itself", "use torch_compile in the config"))
     tensorboard: Off = key(_OWN_METRICS)
     wandb: Off = key(_OWN_METRICS)
@@ -327,7 +341,7 @@ class DeepSpeedJson(JsonSection):
     tensor_parallel: Absent = key(
         Refused(
             "DeepSpeed's AutoTP splits by its own rules, which checkpoints and loss do not follow",
-            "write parallelism_config_tp_size into the YAML, as in zero2_tp",
+            f"write parallelism_config_tp_size into the YAML, as in zero2_tp; {topics.MIXES}",
         )
     )
     expert_parallel: Absent = key(_NO_PARALLELISM)

@@ -15,6 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from trainers.config.mistakes import ConfigError, Mistake
+from trainers.strategy import topics
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,7 +134,12 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
     """Returns a mistake for each axis that does not support a `distributed_type` or another axis in use."""
     used = {axis: size for axis, size in sizes.by_axis.items() if size > 1}
     mistakes = [
-        Mistake(size_option(axis), size, f"cannot be combined with distributed_type={kind}", f"use {_kinds(axis)}")
+        Mistake(
+            size_option(axis),
+            size,
+            f"cannot be combined with distributed_type={kind}",
+            f"use {_kinds(axis)}; {topics.MIXES}",
+        )
         for axis, size in used.items()
         if axis not in BACKENDS[kind]
     ]
@@ -141,7 +147,12 @@ def combination_mistakes(kind: str, sizes: MeshSizes) -> list[Mistake]:
     for pair in combinations(used, 2):
         if reason := APART.get(frozenset(pair)):
             mistakes.append(
-                Mistake("parallelism_config", None, f": {pair[0]} and {pair[1]} {reason}", "use one of them")
+                Mistake(
+                    "parallelism_config",
+                    None,
+                    f": {pair[0]} and {pair[1]} {reason}",
+                    f"use one of them; {topics.MIXES}",
+                )
             )
     return mistakes + (_expert_mistakes(kind, sizes) if sizes.ep > 1 else [])
 

@@ -22,6 +22,7 @@ from trainers.config.mistakes import ConfigError, Mistake, nearest
 from trainers.config.options import MACHINE_OPTIONS, MESH_OPTIONS, TrainConfig
 from trainers.config.presets import find_preset
 from trainers.config.yaml_file import read_yaml
+from trainers.strategy import topics
 from trainers.strategy.accelerate_rules import FP16_UNSCALED, SCALED_TYPES, check, mesh_sizes
 from trainers.strategy.accelerate_schema import AccelerateConfig
 from trainers.strategy.deepspeed_rules import SOURCE, leaves_parity, output_paths, read_json
@@ -333,14 +334,15 @@ def cannot_run(strategy: Strategy, method: str, has_gpu: bool) -> str | None:
     if deepspeed and not _has("deepspeed"):
         return 'DeepSpeed is not installed; `pip install "tunesmith[deepspeed]"`'
     if strategy.fsdp and offloads and not has_gpu:
-        return "fsdp_offload_params=true uses pinned memory, which needs an accelerator, but there is none; use fsdp2"
+        problem = "fsdp_offload_params=true uses pinned memory, which needs an accelerator, but there is none"
+        return f"{problem}; use fsdp2; {topics.OFFLOAD}"
     if strategy.fsdp_version == 1 and strategy.fsdp.get("fsdp_sync_module_states", True) and not has_gpu:
         return "fsdp_sync_module_states=true needs an accelerator, but there is none; write false, or use fsdp2"
     zero = strategy.deepspeed_json.get("zero_optimization", {})
     quantized = [key for key in QUANTIZED if zero.get(key) is True]
     if quantized and not has_gpu:
         problem = f"{' and '.join(quantized)} of ZeRO++ needs DeepSpeed's CUDA kernels, but there is no GPU"
-        return f"{problem}; remove it from the DeepSpeed JSON"
+        return f"{problem}; remove it from the DeepSpeed JSON; {topics.ZERO}"
     if deepspeed and (offloads or not has_gpu) and not (shutil.which("c++") or shutil.which("g++")):
         return "DeepSpeed builds what it needs on a CPU with a C++ compiler, but there is none; install g++"
     remedy = "use --strategy single, ddp, fsdp2, hsdp, zero1 or zero2, or method=lora"
@@ -412,10 +414,8 @@ def resolve(
     mistakes = _fit_mesh(values, num_processes, stages) or check(values, stages, strategy.ep_size)
     written = strategy.values.get("mixed_precision")
     if written not in (None, "no", mixed_precision):
-        problem, remedy = (
-            f"and the config {mixed_precision}",
-            f"pass --mixed_precision {written} or take it out of the YAML",
-        )
+        problem = f"and the config {mixed_precision}"
+        remedy = f"pass --mixed_precision {written} or take it out of the YAML"
         mistakes.append(Mistake("mixed_precision", written, f"in the file {problem}", remedy))
     cut = mesh_sizes(values).get("tp", 1) * stages * strategy.ep_size > 1  # ranks would not agree which are infinite
     if mixed_precision == "fp16" and (cut or strategy.distributed_type not in SCALED_TYPES):

@@ -72,6 +72,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "zero_optimisation: unknown DeepSpeed key zero_optimisation; did you mean zero_optimizat",
     ),
     (
+        content(sparse_attention={"mode": "fixed"}),
+        "sparse_attention: removed from DeepSpeed; remove it; long rows: --strategy cp or sp, and packing; see docs/",
+    ),
+    (
+        content(zero={"stage": 3, "mics_shard_size": 2}),
+        "zero_optimization.mics_shard_size: removed from DeepSpeed; remove it; shards within groups: --strategy hsdp",
+    ),
+    (
         content(zero={"overlap_com": True}),
         "zero_optimization.overlap_com: unknown DeepSpeed key overlap_com; did you mean ov",
     ),
@@ -172,7 +180,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "activation_checkpointing is refused: the script recomputes by itself; use gradient_checkp",
     ),
     (content(tensor_parallel={"autotp_size": 2}), "tensor_parallel is refused: DeepSpeed's AutoTP splits"),
-    (content(expert_parallel={"enabled": True}), "expert_parallel is refused: this parallelism is not supported yet"),
+    (
+        content(expert_parallel={"enabled": True}),
+        "expert_parallel is refused: DeepSpeed would need a model",
+    ),
     (
         {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
         "zero_optimization.zero_hpz_partition_size=2 needs stage 3, not 2; remove it",
