@@ -244,12 +244,12 @@ if "RANK" not in os.environ:
 @long
 @pytest.mark.parametrize("backend", ["c10d", None])
 def test_ranks_meet_by_c10d(backend: str | None, tmp_path: Path) -> None:
-    """torchrun's elastic rendezvous, chosen in an Accelerate file; without a choice it is the static one."""
+    """torchrun's elastic rendezvous, by the flag of `accelerate launch`; without it, the static one."""
     (inject := tmp_path / "inject").mkdir()
     (inject / "sitecustomize.py").write_text(RENDEZVOUS.replace("FILE", repr(str(tmp_path / "backend"))))
+    chosen = ("--rdzv_backend", backend) if backend else ()
     path = f"{inject}{os.pathsep}{ROOT}"
-    file = write(tmp_path, "MULTI_GPU", **({"rdzv_backend": backend} if backend else {}))
-    finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file, PYTHONPATH=path)
+    finished = launch_well(tmp_path / "run", 2, options("full", True), launcher_flags=chosen, PYTHONPATH=path)
     assert (tmp_path / "backend").read_text() == (backend or "static")
     assert curve(finished).agrees(reference("full", True))
 

@@ -189,8 +189,9 @@ class AccelerateConfig(Section):
     debug: bool | None = None
     downcast_bf16: str | bool | None = key(_NO_TPU)
     gpu_ids: str | None = None
-    rdzv_backend: Literal["static", "c10d"] | None = key(
-        Refused("only torchrun's own rendezvous is supported", f"write static or c10d; {topics.LAUNCHING}")
+    # Accelerate reads it from its flag alone, whose default is static; `accelerate config` writes static.
+    rdzv_backend: Literal["static"] | None = key(
+        Refused("Accelerate does not read it from a file", f"remove it and pass --rdzv_backend; {topics.LAUNCHING}")
     )
     same_network: bool | None = None
     enable_cpu_affinity: bool | None = None

@@ -67,9 +67,9 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         (DDP | {"monitor_interval": 1}, "monitor_interval is a flag"),
         (
-            DDP | {"rdzv_backend": "etcd"},
-            "rdzv_backend='etcd' is refused: only torchrun's own rendezvous is supported; write static or c10d; see "
-            "docs/topics.md#launching",
+            DDP | {"rdzv_backend": "c10d"},
+            "rdzv_backend='c10d' is refused: Accelerate does not read it from a file; remove it and pass "
+            "--rdzv_backend; see docs/topics.md#launching",
         ),
         (DDP | {"rdzv_conf": "x"}, "rdzv_conf is a flag"),
         (DDP | {"num_processes": "two"}, "num_processes='two' is refused; write a whole number"),
@@ -398,7 +398,7 @@ RIGHT = {
     "ddp, port in quotes": DDP | {"main_process_port": "29501"},
     "ddp, second machine": DDP | {"num_machines": 2, "machine_rank": 1},
     "ddp on a CPU": DDP | {"use_cpu": True},
-    "ddp, elastic": DDP | {"rdzv_backend": "c10d"},
+    "ddp, static": DDP | {"rdzv_backend": "static"},
     "fsdp2, whole states": fsdp2(fsdp_state_dict_type="FULL_STATE_DICT"),
     "fsdp1, reshard word": fsdp1(fsdp_reshard_after_forward="FULL_SHARD", fsdp_state_dict_type="FULL_STATE_DICT"),
     "fsdp1, reshard word alone": fsdp(
