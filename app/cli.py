@@ -230,6 +230,35 @@ def export(
 
 
 @app.command()
+def push(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run (what it exported), RUN@EXPORT, or the folder of an export.")
+    ],
+    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; made if it does not exist.")],
+    public: Annotated[
+        bool, typer.Option("--public", metavar="", help="Let everybody read it; otherwise it is private.")
+    ] = False,
+    revision: Annotated[
+        str | None, typer.Option(metavar="<branch>", help="Branch; made if it does not exist. Default: main.")
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option("--base_model", metavar="<org/name>", help="Hub id of a base model that was a local folder."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry_run", metavar="", help="List files and sizes; send nothing, not even to ask.")
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+    json: Json = False,
+) -> int:
+    """Publish what a run exported on the Hugging Face Hub, privately unless you say otherwise."""
+    from app.push.command import push_verb
+    from app.push.upload import Target
+
+    return push_verb(run, Target(repo, public, revision), base_model, dry_run, runs_dir, json)
+
+
+@app.command()
 def chat(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Run id, or a base model: embedded, a Hub id or a folder.")],
     checkpoint: Annotated[

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import pytest
@@ -48,6 +48,8 @@ class FakeHub:
         """Seconds before each answer."""
         self.sent = Counter[str]()
         """Bytes of content by path in the repository."""
+        self.private = set[str]()
+        """Names of private repositories."""
         self.url = ""
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
@@ -82,7 +84,13 @@ class FakeHub:
             self._send(handler, 200, json.dumps(entries).encode(), {"Content-Type": "application/json"})
         elif info:
             names = [{"rfilename": one.name} for one in sorted((self.folder / name).iterdir())]
-            about = {"id": f"owner/{name}", "sha": COMMIT, "private": False, "tags": [], "siblings": names}
+            about = {
+                "id": f"owner/{name}",
+                "sha": COMMIT,
+                "private": name in self.private,
+                "tags": [],
+                "siblings": names,
+            }
             self._send(handler, 200, json.dumps(about).encode(), {"Content-Type": "application/json"})
         elif file:
             self._file(handler, self.folder / name / file[3])
@@ -113,6 +121,9 @@ class FakeHub:
             handler.wfile.write(content)
 
 
+Hub = TypeVar("Hub", bound=FakeHub)
+
+
 def use_hub(url: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
     """Lets this process take a server for the Hub, with an empty cache; the environment is read only at the import."""
     files = url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -129,9 +140,9 @@ def use_hub(url: str, cache: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def serve_hub(folder: Path) -> Iterator[FakeHub]:
+def serve_hub(folder: Path, kind: type[Hub] = FakeHub) -> Iterator[Hub]:  # type: ignore[assignment]
     """A Hub that serves a folder until the end of the block."""
-    hub = FakeHub(folder)
+    hub = kind(folder)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -139,7 +150,7 @@ def serve_hub(folder: Path) -> Iterator[FakeHub]:
         def do_GET(self) -> None:
             hub.answer(self)
 
-        do_HEAD = do_POST = do_GET
+        do_HEAD = do_POST = do_PUT = do_GET
 
         def log_message(self, *_: object) -> None:
             pass

@@ -41,7 +41,7 @@ def test_the_pages_have_these_commands() -> None:
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
         "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan",
-        "doctor", "sweep", "eval",
+        "doctor", "sweep", "eval", "push",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
     assert len(ELSEWHERE) == 3

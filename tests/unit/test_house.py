@@ -26,7 +26,17 @@ FLOORS = (
     *("trainers.reference", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.schedulers", "app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor"),
-    *("app.sweep", "app.services", "app.eval", "app.commands", "app.cli_runs", "app.cli_sweep", "app.cli", "ui"),
+    *(
+        "app.sweep",
+        "app.services",
+        "app.eval",
+        "app.push",
+        "app.commands",
+        "app.cli_runs",
+        "app.cli_sweep",
+        "app.cli",
+        "ui",
+    ),
 )
 """Every room, from the ground up: each imports only from those before it."""
 

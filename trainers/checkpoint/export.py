@@ -12,31 +12,31 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import GenerationConfig
 
 from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
+from trainers.checkpoint.loading_code import loading_code
 from trainers.checkpoint.scratch import Scratch, map_weights
 from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
 from trainers.config.mistakes import ConfigError
-from trainers.config.objective_file import short_name
 from trainers.config.options import TrainConfig
-from trainers.config.parse import Request, dump_yaml
+from trainers.config.parse import Request
 from trainers.data.formats import RowError
 from trainers.data.padding import padding_token
 from trainers.data.prepare import load_tokenizer
 from trainers.data.template import Encoder
 from trainers.model.load import (
     build_unread,
-    compute_dtype,
     load_model_config,
-    model_path,
     stored_dtype,
     weight_files,
 )
@@ -45,11 +45,12 @@ from trainers.model.principal import first_adapter, leave_residual, save_as_plai
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
-from trainers.run.compatibility import plain, versions
+from trainers.run.compatibility import plain
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, export_name, read_json, write_json
-from trainers.run.lineage import EXPORT_RECORD, Stage, export_record, stages_of
-from trainers.run.manifest import read_manifest, sync, verify
+from trainers.run.lineage import EXPORT_RECORD, export_record
+from trainers.run.manifest import read_manifest, sha256, sync, verify
+from trainers.run.model_card import History, history_of, hub_id, model_card
 from trainers.run.record import RunRecord
 
 SHARD_SIZE = "5GB"
@@ -80,9 +81,9 @@ def export_checkpoint(
     Raises:
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
-    stages = stages_of(read_manifest(folder), run=folder.parent.parent.name)
+    history = history_of(RunFolder(folder.parent.parent), read_manifest(folder), averaged)
     build = partial(_trained, folder, config, averaged)
-    return export(build, config, target, kind, results, record, stages)
+    return export(build, config, target, kind, results, record, history)
 
 
 def _trained(folder: Path, config: TrainConfig, averaged: bool, scratch: Scratch) -> nn.Module:
@@ -103,7 +104,7 @@ def export(
     kind: str,
     results: dict[str, Any],
     record: RunRecord | None = None,
-    stages: Sequence[Stage] = (),
+    history: History | None = None,
 ) -> LoadedBack:
     """Writes a model folder atomically, and checks it by loading it back.
 
@@ -115,7 +116,7 @@ def export(
         results: last metrics, for the model card.
         record: record of the run if the target is in its folder, so that an earlier export is replaced; None if the
             target is elsewhere, where it must be new or empty.
-        stages: the runs that led to these weights, in order.
+        history: how the weights came to be, for the model card; None if unknown.
 
     Raises:
         ConfigError: if the target contains files that the run did not write.
@@ -129,12 +130,16 @@ def export(
         temporary.mkdir()
     try:
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
-        card = partial(model_card, config, kind, results, stages)
+        history = _with_revision(history or History(), config)
+        card = partial(model_card, config, kind, results, loading_code(config, kind), history)
         probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
-        (temporary / "README.md").write_text(card(str(checked)), encoding="utf-8")
-        write_json(temporary / EXPORT_RECORD, export_record(plain(config), stages))
+        weights = {path.name: (path.stat().st_size, sha256(path)) for path in temporary.glob("*.safetensors")}
+        (temporary / "README.md").write_text(card(str(checked), weights), encoding="utf-8")
+        files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
+        record_of_export = export_record(plain(config), history.stages, weights, [*files, EXPORT_RECORD])
+        write_json(temporary / EXPORT_RECORD, record_of_export)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         print(checked, flush=True)
@@ -151,6 +156,14 @@ def export(
             "retry with `tunesmith export`" + ("" if dtype == torch.float32 else ", for instance --dtype float32")
         )
     return checked
+
+
+def _with_revision(history: History, config: TrainConfig) -> History:
+    """The history with the commit of a base model on the Hub, which names the folder of its files in the cache."""
+    if (name := hub_id(config.model_name_or_path)) is None:
+        return history
+    cached = try_to_load_from_cache(name, "config.json", revision=config.model_revision)
+    return replace(history, revision=Path(cached).parent.name if isinstance(cached, str) else "")
 
 
 def _failed(target: Path, record: RunRecord | None) -> Path:
@@ -293,104 +306,6 @@ def _unquantised(model: Any, config: TrainConfig) -> nn.Module:
                 weight.copy_(trained.pop(name))
     assert not trained, f"adapter weights missing in the dequantized model: {sorted(trained)}"
     return plain
-
-
-def model_card(
-    config: TrainConfig, kind: str, results: dict[str, Any], stages: Sequence[Stage] = (), checked: str = ""
-) -> str:
-    """The model card: what the model is, how it was trained, how to load it, and the result of loading it back."""
-    numbers = "\n".join(f"| {name} | {value} |" for name, value in results.items()) or "| none | |"
-    packages = "\n".join(f"- {name} {number}" for name, number in versions().items())
-    base = config.model_name_or_path
-    library = "peft" if kind == "adapter" else "transformers"
-    header = f"---\nlibrary_name: {library}\ntags: [tunesmith, {short_name(config.objective)}]\n---\n"
-    listed = "".join(f"\n{number}. {stage}" for number, stage in enumerate(stages, 1)) if len(stages) > 1 else ""
-    order = f"\nTrained in {len(stages)} stages, each from the result of the one before:\n{listed}\n" if listed else ""
-    return f"""{header}
-# {config.run_name or config.preset or Path(base).name}, fine-tuned
-
-{kind.capitalize()} weights of `{base}`, fine-tuned with Tunesmith on `{config.training_data}`.
-{order}
-```python
-{_loading(config, kind)}
-```
-
-| result | value |
-|---|---|
-{numbers}
-
-{checked[:1].upper() + checked[1:]}
-
-## Configuration
-
-```yaml
-{dump_yaml(config).strip()}
-```
-
-## Versions
-
-{packages}
-"""
-
-
-def _loading(config: TrainConfig, kind: str) -> str:
-    """The code that loads the export; an adapter needs the base as it was trained on: in 4 bits, with the same RoPE."""
-    if config.objective_spec.scalar_head:
-        return _loading_scores(config, kind)
-    if kind != "adapter":
-        return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
-    lines, more = [], ""
-    if config.method == "qlora":
-        dtype = str(compute_dtype(config))
-        lines += [
-            "base = BitsAndBytesConfig(  # from transformers",
-            "    load_in_4bit=True,",
-            '    bnb_4bit_quant_type="nf4",',
-            "    bnb_4bit_use_double_quant=True,",
-            f"    bnb_4bit_compute_dtype={dtype},",
-            ")",
-        ]
-        more = f", dtype={dtype}, quantization_config=base"
-    if config.rope_scaling == "none":
-        lines.append(f"model = AutoPeftModelForCausalLM.from_pretrained(folder{more})  # from peft")
-    else:
-        where = f'"{model_path(config)}"' + (f', revision="{config.model_revision}"' if config.model_revision else "")
-        lines += [
-            f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
-            f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
-            f"model = AutoModelForCausalLM.from_pretrained({where}, config=scaled{more})",
-            *_enlarging(config),
-            "model = PeftModel.from_pretrained(model, folder)  # from peft",
-        ]
-    return "\n".join(
-        [
-            *lines,
-            "model.generation_config = GenerationConfig.from_pretrained(folder)  # from transformers: its stop tokens",
-        ]
-    )
-
-
-def _enlarging(config: TrainConfig) -> list[str]:
-    """The line that gives a base model rows for new tokens, where `AutoPeftModel` does not; the adapter has them."""
-    return ["model.resize_token_embeddings(len(AutoTokenizer.from_pretrained(folder)))"] if config.new_tokens else []
-
-
-def _loading_scores(config: TrainConfig, kind: str) -> str:
-    """The code that loads a reward model; the config of an adapter's base knows neither its output nor its padding."""
-    lines = ["tokenizer = AutoTokenizer.from_pretrained(folder)  # from transformers"]
-    if kind != "adapter":
-        lines.append("model = AutoModelForSequenceClassification.from_pretrained(folder)  # from transformers")
-    else:
-        scaled = f', subfolder="{BASE}"' if config.rope_scaling != "none" else ""
-        base = f'"{model_path(config)}"' + (f', revision="{config.model_revision}"' if config.model_revision else "")
-        lines += [
-            f"settings = AutoConfig.from_pretrained({'folder' + scaled if scaled else base}, num_labels=1)",
-            f"model = AutoModelForSequenceClassification.from_pretrained({base}, config=settings)",
-            *_enlarging(config),
-            "model.config.pad_token_id = tokenizer.pad_token_id",
-            "model = PeftModel.from_pretrained(model, folder)  # from peft",
-        ]
-    return "\n".join([*lines, "scores = model(**tokenizer(texts, padding=True, return_tensors='pt')).logits[:, 0]"])
 
 
 def main(argv: list[str]) -> int:

@@ -21,7 +21,6 @@ def hub_mistake(name: str, revision: str | None, error: BaseException) -> Mistak
     from huggingface_hub import constants, errors
 
     about = partial(Mistake, "model_name_or_path", name + (f" at revision {revision}" if revision else ""))
-    network = ("ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError", "RemoteProtocolError", "ConnectionError")
     sign_in = "set HF_TOKEN or run `hf auth login`"
     for cause in _causes(error):
         status = getattr(getattr(cause, "response", None), "status_code", None)
@@ -42,11 +41,63 @@ def hub_mistake(name: str, revision: str | None, error: BaseException) -> Mistak
                 return about(f": the Hub answers with status {status}", "try again later, or use a local folder")
             case errors.OfflineModeIsEnabled():
                 return about("is not on this machine and HF_HUB_OFFLINE is set", "unset it, or use a local folder")
-        if any(kind.__name__ in network for kind in type(cause).__mro__):
-            first = str(cause).partition("\n")[0][:200] or type(cause).__name__
-            problem = f"is not a local folder and the Hub is unreachable ({first})"
+        if _is_network(cause):
+            problem = f"is not a local folder and the Hub is unreachable ({_first_line(cause)})"
             return about(problem, "use a local folder, or go online")
     return None
+
+
+def push_problem(name: str, branch: str | None, error: BaseException) -> tuple[Mistake, bool] | None:
+    """Explains why nothing could be pushed to a repository of the Hub.
+
+    Args:
+        name: Hub id of the repository.
+        branch: Branch of the repository; None for main.
+        error: The error raised, by huggingface_hub, its HTTP client or the system.
+
+    Returns:
+        The mistake, and whether the same command may succeed later; None if neither the Hub nor the network caused the
+        error.
+    """
+    from huggingface_hub import errors
+
+    about, owner = partial(Mistake, "", None), name.partition("/")[0]
+    again = "run the same command again later: files that are there are not sent again"
+    may_write = f"set HF_TOKEN to a token that may write to {owner}, or run `hf auth login`"
+    for cause in _causes(error):
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        match cause:
+            case errors.OfflineModeIsEnabled():
+                return about(f"{name} cannot be reached: HF_HUB_OFFLINE is set", "unset it"), False
+            case errors.RevisionNotFoundError():
+                return about(f"{name} has no branch {branch or 'main'}", "check --revision"), False
+            case errors.HfHubHTTPError() if status == 401:
+                return about("the Hub refuses your token (status 401)", may_write), False
+            case errors.HfHubHTTPError() if status == 403:
+                return about(f"your token may not write to {name} (status 403)", may_write), False
+            case errors.HfHubHTTPError() if status == 404:
+                problem = f"{name} is not on the Hub, or your token may not see it (status 404)"
+                return about(problem, f"check the name, and {may_write}"), False
+            case errors.HfHubHTTPError() if status in (409, 412):
+                return about(f"{name} was changed by someone else meanwhile (status {status})", again), True
+            case errors.HfHubHTTPError() if status is not None and (status >= 500 or status == 429):
+                return about(f"the Hub answers with status {status}", again), True
+            case errors.HfHubHTTPError() if status is not None:
+                reason = getattr(cause, "server_message", None) or _first_line(cause)
+                return about(f"the Hub refuses {name} (status {status}): {str(reason)[:200]}", "see its answer"), False
+        if _is_network(cause):
+            return about(f"the Hub is unreachable ({_first_line(cause)})", again), True
+    return None
+
+
+def _is_network(error: BaseException) -> bool:
+    network = ("ConnectError", "ConnectTimeout", "ReadTimeout", "ProxyError", "RemoteProtocolError", "ConnectionError",
+               "NetworkError")  # fmt: skip
+    return any(kind.__name__ in network for kind in type(error).__mro__)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
 
 
 def _causes(error: BaseException | None) -> list[BaseException]:

@@ -15,7 +15,8 @@ from trainers.run.folder import RunFolder, read_json
 from trainers.run.json_file import load_json
 
 EXPORT_RECORD = "tunesmith.json"
-"""File of an export that says how its weights were trained: `config`, the options, and `stages`."""
+"""File of an export that says how its weights were trained: `config`, the options, `stages`, `weights`, the bytes and
+sha256 of each weight file, and `files`, the names of all files."""
 _MAX_BYTES = 10_000_000
 _LONGEST = 300
 
@@ -81,9 +82,23 @@ def stages_of(manifest: Mapping[str, Any], run: str) -> list[Stage]:
     return [*earlier, Stage(run, short_name(objective), method, data, manifest["step"])]
 
 
-def export_record(config: Mapping[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
-    """The content of an export's `EXPORT_RECORD`."""
-    return {"config": dict(config), "stages": [asdict(stage) for stage in stages]}
+def export_record(
+    config: Mapping[str, Any],
+    stages: Sequence[Stage],
+    weights: Mapping[str, tuple[int, str]] | None = None,
+    files: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The content of an export's `EXPORT_RECORD`.
+
+    Args:
+        config: The options of the last stage.
+        stages: The runs that led to the weights, in order.
+        weights: Bytes and sha256 of each weight file.
+        files: Names of all files, this one included.
+    """
+    hashes = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in (weights or {}).items()}
+    listed = [asdict(stage) for stage in stages]
+    return {"config": dict(config), "stages": listed, "weights": hashes, "files": sorted(files)}
 
 
 def read_export(folder: Path) -> tuple[dict[str, Any], list[Stage]]:

@@ -234,7 +234,8 @@ def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(export, "build_unread", build_and_watch)
     monkeypatch.setattr(export, "load_back", look)
-    monkeypatch.setattr(export, "read_manifest", lambda folder: {"base": "", "config": {}, "step": 1})
+    manifest = {"base": "", "config": {}, "step": 1, "world": 1, "versions": {}}
+    monkeypatch.setattr(export, "read_manifest", lambda folder: manifest)
     monkeypatch.setattr(export, "load_weights", lambda *_: None)
     export.export_checkpoint(tmp_path, choice, tmp_path / "model", "full", {}, None)
     assert len(alive) == 1

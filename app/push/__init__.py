@@ -1,0 +1,1 @@
+"""Publishes exports on the Hugging Face Hub."""

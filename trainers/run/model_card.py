@@ -1,0 +1,284 @@
+"""The model card of an export: what was trained on what, how, with which result, and how to repeat it.
+
+It is written to be published, so it has no path of this machine: a local file or folder is named by its last part.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import yaml
+
+from trainers.config.fields import text_of
+from trainers.config.mistakes import ConfigError
+from trainers.config.mix import read_mix
+from trainers.config.objective_file import short_name
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.remote_data import is_url
+from trainers.run.compatibility import PLACES, versions
+from trainers.run.folder import RunFolder
+from trainers.run.json_file import parse_json
+from trainers.run.lineage import Stage, stages_of
+from trainers.run.log import without_secrets
+from trainers.strategy.strategy import load_strategy, strategy_names
+
+_PRIVATE = frozenset({
+    *PLACES, "preset", "run_name", "cache_dir", "checkpoint_url", "sampler_url", "report_to", "from_run",
+})  # fmt: skip
+"""Options that say where a run stands and what it reports to; what they mean for the model is said elsewhere."""
+_PUBLIC_SCHEMES = ("http", "https", "hf")
+_SIZES = ("pp", "dp_replicate", "cp", "sp", "tp", "ep")
+
+
+@dataclass(frozen=True)
+class History:
+    """How weights came to be, beside their options.
+
+    Args:
+        stages: The runs that led to them, in order.
+        strategy: Name of the strategy; empty if unknown.
+        processes: Number of processes; 0 if unknown.
+        sizes: Sizes of the mesh above 1, such as `{"tp": 2}`.
+        base: Digest of the frozen base weights; empty if there are none.
+        revision: Commit of a base model on the Hub; empty if unknown.
+        versions: Of the packages that trained them.
+        before, after: Metrics of the evaluation data before the first step, and of these weights.
+    """
+
+    stages: Sequence[Stage] = ()
+    strategy: str = ""
+    processes: int = 0
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    base: str = ""
+    revision: str = ""
+    versions: Mapping[str, str] = field(default_factory=versions)
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+
+
+def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = False) -> History:
+    """The history of the weights in a checkpoint.
+
+    Args:
+        run: The run that saved it.
+        manifest: The checkpoint's manifest.
+        averaged: Whether the weights are the moving average, which training does not evaluate.
+    """
+    sizes: dict[str, int] = {}
+    try:
+        strategy = load_strategy(str(run.accelerate))
+        is_same = (strategy.name, strategy.num_processes) == (manifest.get("layout"), manifest["world"])
+        if is_same and strategy.has_mesh:
+            sizes = {name: size for name in _SIZES if (size := getattr(strategy.sizes, name)) > 1}
+    except (ConfigError, OSError):
+        pass  # the file is gone or damaged; the manifest has the name
+    return History(
+        stages_of(manifest, run=run.id),
+        str(manifest.get("layout") or ""),
+        manifest["world"],
+        sizes,
+        manifest["base"],
+        versions=manifest["versions"],
+        before=evaluated(run, 0),
+        after={} if averaged else evaluated(run, manifest["step"]),
+    )
+
+
+def evaluated(run: RunFolder, step: int) -> dict[str, float]:
+    """The metrics of a run's last evaluation at a step; none without one."""
+    metrics: dict[str, float] = {}
+    try:
+        lines = run.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return metrics
+    for line in lines:
+        try:
+            row = parse_json(line)
+        except ValueError:
+            continue  # cut off by a crash
+        if isinstance(row, dict) and row.get("step") == step and "eval_loss" in row:
+            metrics = {name: value for name, value in row.items()
+                       if name.startswith("eval_") and type(value) in (int, float)}  # fmt: skip
+    return metrics
+
+
+def public(value: Any) -> Any:
+    """A value of an option as others may read it: local paths by their last part, URLs without credentials."""
+    if isinstance(value, Mapping):
+        return {key: public(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [public(entry) for entry in value]
+    if not isinstance(value, str):
+        return value
+    if is_url(value) or "://" in value:
+        url = urlsplit(value)
+        if url.scheme in _PUBLIC_SCHEMES:
+            return urlunsplit((url.scheme, url.netloc.rpartition("@")[2], url.path, "", ""))
+        return f"{url.scheme}://.../{PurePath(url.path).name}"
+    return PurePath(value).name if value.startswith(("/", "~")) else without_secrets(value)
+
+
+def public_record(value: Any) -> Any:
+    """An export's record (`tunesmith.json`) as others may read it."""
+    record = public(value)
+    if isinstance(record.get("config"), dict):
+        record["config"].update(dict.fromkeys(_PRIVATE & record["config"].keys() - {"preset"}))
+    return record
+
+
+def hub_id(name: str | None) -> str | None:
+    """The Hub id in the name of a model or data set of a valid config; None for local and embedded ones."""
+    if not name or name == EMBEDDED or name.startswith(("/", "~", ".")):
+        return None
+    if match := re.match(r"hf://datasets/([^/@]+/[^/@]+)", name):
+        return match[1]
+    return None if "://" in name else name
+
+
+def changed_options(config: TrainConfig) -> dict[str, Any]:
+    """The options that differ from their defaults, as others may read them."""
+    values = config.model_dump(exclude=set(_PRIVATE))
+    fields = TrainConfig.model_fields
+    return {name: public(value) for name, value in values.items()
+            if fields[name].is_required() or value != fields[name].get_default(call_default_factory=True)}  # fmt: skip
+
+
+def command(config: TrainConfig, history: History) -> str:
+    """The command that repeats the last stage, for someone who has its local files, which are named by their last part.
+
+    Options are those that differ from the defaults, so that it does not depend on a preset's content.
+    """
+    argv = ["tunesmith", "train"]
+    if history.strategy:
+        own = "" if history.strategy in strategy_names() else ".yaml"
+        argv += ["--strategy", history.strategy + own]
+    argv += ["--num_processes", str(history.processes)] if history.processes else []
+    argv += [argument for name, size in history.sizes.items() for argument in (f"--{name}_size", str(size))]
+    if config.from_run:
+        argv += ["--from_run", str(public(config.from_run))]
+    for name, value in changed_options(config).items():
+        argv += [f"--{name}", text_of(value)]
+    return shlex.join(argv)
+
+
+def front_matter(config: TrainConfig, kind: str) -> dict[str, Any]:
+    """The card's metadata, as the Hub reads it; the license is left to the publisher."""
+    header: dict[str, Any] = {
+        "library_name": "peft" if kind == "adapter" else "transformers",
+        "tags": ["tunesmith", short_name(config.objective), config.method],
+    }
+    if base := hub_id(config.model_name_or_path):
+        header |= {"base_model": base, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
+    if not config.objective_spec.scalar_head:
+        header["pipeline_tag"] = "text-generation"
+    datasets = dict.fromkeys(name for data in data_names(config) if (name := hub_id(data)))
+    return header | ({"datasets": list(datasets)} if datasets else {})
+
+
+def data_names(config: TrainConfig) -> list[str]:
+    """Names and paths of the training data: those of a mix's sources, if it can still be read."""
+    if config.mix is None:
+        return [config.training_data]
+    try:
+        return [source.dataset_name for source in read_mix(config.mix).sources]
+    except ConfigError:
+        return [config.mix]
+
+
+def model_card(
+    config: TrainConfig,
+    kind: str,
+    results: Mapping[str, Any],
+    code: str,
+    history: History,
+    checked: str = "",
+    weights: Mapping[str, tuple[int, str]] | None = None,
+) -> str:
+    """Writes the model card.
+
+    Args:
+        config: The options of the last stage.
+        kind: `adapter`, `merged` or `full`.
+        results: Last metrics of the run.
+        code: Python that loads the export from `folder`.
+        history: How the weights came to be.
+        checked: The result of loading the export back.
+        weights: Bytes and sha256 of each weight file.
+    """
+    base, revision = str(public(config.model_name_or_path)), config.model_revision or history.revision
+    about_base = f"`{base}`" + (f" at revision `{revision}`" if revision else "")
+    if config.model_name_or_path.startswith(("/", "~")):
+        about_base += " (a folder of the publisher's)"
+    title = config.run_name or config.preset or PurePath(base).name
+    data = ", ".join(f"`{public(name)}`" for name in data_names(config))
+    sections = [
+        f"---\n{as_yaml(front_matter(config, kind)).strip()}\n---",
+        f"# {title}, fine-tuned",
+        f"{kind.capitalize()} weights of {about_base}, fine-tuned with Tunesmith (objective `"
+        f"{short_name(config.objective)}`, method `{config.method}`) on {data}.",
+        _order(history.stages),
+        f"```python\n{code}\n```",
+        "## Results\n\n" + _results(results, history),
+        checked[:1].upper() + checked[1:],
+        _files(weights or {}),
+        "## Options\n\nThose that differ from the defaults; the file `tunesmith.json` has all of them.\n\n"
+        f"```yaml\n{as_yaml(changed_options(config)).strip()}\n```",
+        _environment(history),
+        "## To repeat it\n\nA path is named by its last part only.\n\n```\n" + command(config, history) + "\n```",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _order(stages: Sequence[Stage]) -> str:
+    """The stages of training, if there are several."""
+    if len(stages) < 2:
+        return ""
+    listed = [Stage(**{**vars(stage), "run": public(stage.run), "data": public(stage.data)}) for stage in stages]
+    lines = "\n".join(f"{number}. {stage}" for number, stage in enumerate(listed, 1))
+    return f"Trained in {len(stages)} stages, each from the result of the one before:\n\n{lines}"
+
+
+def _results(results: Mapping[str, Any], history: History) -> str:
+    """The measured numbers as tables: the evaluation data before and after, and what else the run reports."""
+    before, after, tables = history.before, history.after, []
+    if after:
+        rows = [f"| {name} | {before.get(name, 'not measured')} | {value} |" for name, value in after.items()]
+        tables.append("\n".join(["| evaluation data | before | after |", "|---|---|---|", *rows]))
+    rows = [f"| {name} | {value} |" for name, value in results.items() if name not in after]
+    if rows or not after:
+        tables.append("\n".join(["| result | value |", "|---|---|", *(rows or ["| none | |"])]))
+    return "\n\n".join(tables)
+
+
+def _files(weights: Mapping[str, tuple[int, str]]) -> str:
+    lines = [f"| {name} | {size} | `{digest}` |" for name, (size, digest) in sorted(weights.items())]
+    head = "## Weights\n\n`sha256sum` of a downloaded file shows whether it is this one.\n\n| file | bytes | sha256 |"
+    return "\n".join([head, "|---|---|---|", *lines]) if lines else ""
+
+
+def _environment(history: History) -> str:
+    sizes = "".join(f", {name}_size={size}" for name, size in history.sizes.items())
+    facts = [f"strategy {history.strategy}{sizes}"] if history.strategy else []
+    facts += [f"processes {history.processes}"] if history.processes else []
+    facts += [f"digest of the base weights {history.base}"] if history.base else []
+    facts += [f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"]
+    facts += [f"{name} {number}" for name, number in history.versions.items()]
+    return "## Environment\n\n" + "\n".join(f"- {fact}" for fact in facts)
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+
+
+def dumped(record: Any) -> str:
+    """The text of a JSON file of the export."""
+    return json.dumps(record, indent=1, ensure_ascii=False) + "\n"
