@@ -15,7 +15,7 @@ from app.services.chat import weights_of
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, secrets_in
 from trainers.run.from_run import ADAPTER_CONFIG
-from trainers.run.json_file import load_json, parse_json
+from trainers.run.json_file import load_json
 from trainers.run.lineage import EXPORT_RECORD
 from trainers.run.model_card import dumped, hub_id, public, public_record
 
@@ -109,12 +109,15 @@ def read_for_push(folder: Path, base_model: str | None = None) -> Export:
     """
     try:
         record = load_json(folder / EXPORT_RECORD)
-        names, hashes = sorted(record["files"]), {name: file["sha256"] for name, file in record["weights"].items()}
-        config = dict(record["config"])
+        names, config = sorted(map(str, record["files"])), dict(record["config"])
+        hashes = {name: str(file["sha256"]) for name, file in record["weights"].items()}
+        adapter = load_json(folder / ADAPTER_CONFIG) if ADAPTER_CONFIG in names else None
+        if CARD not in names or not isinstance(adapter, dict | None):
+            raise ValueError("no export")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{folder} was exported by an older version, or is damaged; {_AGAIN}") from None
     files: dict[str, bytes | Path] = {name: _regular(folder, name) for name in names}
-    notes = _name_base(folder, files, config, base_model)
+    notes = _name_base(files, config, adapter, base_model)
     record["config"] = config
     files[EXPORT_RECORD] = dumped(public_record(record)).encode()
     private = _private(folder, load_json(folder / EXPORT_RECORD))
@@ -149,9 +152,15 @@ def _regular(folder: Path, name: str) -> Path:
 
 
 def _name_base(
-    folder: Path, files: dict[str, bytes | Path], config: dict[str, Any], base_model: str | None
+    files: dict[str, bytes | Path], config: dict[str, Any], adapter: dict[str, Any] | None, base_model: str | None
 ) -> list[str]:
     """Names the base model so that others understand it; changes the files and options.
+
+    Args:
+        files: Content of the files.
+        config: Options of the last stage.
+        adapter: Config of the adapter; None for full weights.
+        base_model: Hub id of a base model that is a folder on this machine.
 
     Returns:
         What a reader of an adapter cannot load.
@@ -162,12 +171,10 @@ def _name_base(
     name = base_model or base
     if base_model:
         config["model_name_or_path"] = base_model
-        files[CARD] = _with_base(files[CARD], base_model, ADAPTER_CONFIG in files)
-    if ADAPTER_CONFIG not in files:
+        files[CARD] = _with_base(files[CARD], base_model, adapter is not None)
+    if adapter is None:
         return []
-    saved = parse_json((folder / ADAPTER_CONFIG).read_bytes())
-    saved["base_model_name_or_path"] = public(name)
-    files[ADAPTER_CONFIG] = dumped(saved).encode()
+    files[ADAPTER_CONFIG] = dumped({**adapter, "base_model_name_or_path": public(name)}).encode()
     if hub_id(name):
         return []
     return [

@@ -101,11 +101,13 @@ def evaluated(run: RunFolder, step: int) -> dict[str, float]:
     except OSError:
         return metrics
     for line in lines:
+        if '"eval_loss"' not in line:
+            continue
         try:
             row = parse_json(line)
         except ValueError:
             continue  # cut off by a crash
-        if isinstance(row, dict) and row.get("step") == step and "eval_loss" in row:
+        if isinstance(row, dict) and row.get("step") == step:
             metrics = {name: value for name, value in row.items()
                        if name.startswith("eval_") and type(value) in (int, float)}  # fmt: skip
     return metrics

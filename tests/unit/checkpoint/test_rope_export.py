@@ -45,6 +45,8 @@ def as_the_card_says(folder: Path) -> Any:
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code
     names: dict[str, Any] = {"folder": str(folder)}
+    if (folder / "adapter_config.json").exists():  # where its reader has the base model
+        names["base_folder"] = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
     for line in code[1].splitlines():
         for name in re.findall(r"\b(?:Auto\w+|PeftModel|GenerationConfig)\b", line):
             names[name] = getattr(transformers, name, None) or getattr(peft, name)

@@ -297,6 +297,9 @@ def damage(run: RunFolder, case: str) -> None:
         (model / "config.json").write_text(json.dumps({"note": TOKEN}))
     elif case == "older":
         (model / "tunesmith.json").write_text(json.dumps({"config": {}, "stages": []}))
+    elif case == "elsewhere":
+        record = json.loads((model / "tunesmith.json").read_text())
+        (model / "tunesmith.json").write_text(json.dumps({**record, "files": [*record["files"], "../log.txt"]}))
     elif case == "no export":
         shutil.rmtree(model)
     else:
@@ -312,12 +315,15 @@ DAMAGES = {
     "path": r"README.md contains the path .*/runs/mine of this machine; remove it there",
     "secret": "config.json contains a secret of this machine; remove it there",
     "older": "was exported by an older version, or is damaged; export the run again: `tunesmith export RUN",
+    "elsewhere": "log.txt leads out of the export, to .*/mine/log.txt; put the file itself there",
     "no export": "run mine is done and has no finished export, nor a checkpoint to export; let it train",
     "a checkpoint": "has no finished export; write one with `tunesmith export mine --checkpoint step-00000020 --output",
 }
 
 
-@pytest.mark.parametrize("case", mostly_long([*DAMAGES], ["link", "changed", "path", "secret", "a checkpoint"]))
+@pytest.mark.parametrize(
+    "case", mostly_long([*DAMAGES], ["link", "elsewhere", "changed", "path", "secret", "a checkpoint"])
+)
 def test_what_is_not_an_export_as_it_was_written_is_refused(
     case: str, hub: ReceivingHub, run: RunFolder, push: Push, capsys: Any
 ) -> None:
