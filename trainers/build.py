@@ -460,7 +460,7 @@ def tear_down(accelerator: Accelerator, ranks: Ranks, context: Any) -> None:
     """
     if context.sampler is not None and context.sampler.served is not None:
         context.sampler.served.close()
-    context.backend = context.bare = context.sampler = None
+    context.backend = context.bare = context.sampler = context.answers = None
     accelerator.free_memory()
     gc.collect()
     ranks.close()

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from transformers import GenerationConfig
 
+from trainers.checkpoint.export import stop_tokens
+from trainers.config.options import TrainConfig
+from trainers.data.tokenizer import tokenizer_folder
+from trainers.data.training_template import stop_token_ids
 from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.objectives.sampling import Sampled, SampleRequest
 from trainers.parallel.backend import Backend
@@ -29,6 +35,18 @@ class Generation:
     most_tokens: int
     stops: Sequence[int]
     temperature: float = 1.0
+
+
+def stop_ids(config: TrainConfig, tokenizer: Any, base: Any) -> list[int]:
+    """Token ids that end an answer: those of the model, and those that its chat template ends a reply with.
+
+    Args:
+        config: the run's config.
+        tokenizer: its tokenizer.
+        base: the transformers model.
+    """
+    ends = stop_tokens(tokenizer, base.generation_config or GenerationConfig())
+    return sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
 
 
 def generate(

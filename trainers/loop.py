@@ -14,13 +14,14 @@ for step in steps:
     update                                                      -> step
     log a row, every logging_steps                              -> LOG
     roll back to an earlier checkpoint, if the loss spikes      -> FAILED  (the next attempt skips the batch)
+    answer the fixed prompts, every eval_generate_steps         -> evaluation
     evaluate, every eval_steps; save if it is the best          -> evaluation, SAVE
     save, every save_steps, or if any rank was asked to         -> SAVE  (a copy, written by a thread of each rank)
     publish the checkpoint, once every rank has written its part
-    at stop_at_step: evaluate, save, leave                       -> evaluation, SAVE, STOPPED
+    at stop_at_step: answer, evaluate, save, leave              -> evaluation, SAVE, STOPPED
     if any rank was asked to stop: save (unless told not to), wait for the save, leave   -> SAVE, STOPPED
     leave, if evaluations stopped improving
-evaluate and save, unless the last step did; wait for the save
+answer, evaluate and save, unless the last step did; wait for the save
 name the best checkpoint for export, if load_best_model_at_end  -> DONE
 """
 
@@ -125,6 +126,7 @@ class TrainLoop:
         context.backend.model.train()
         context.report(state="running", step=self.progress.step, total_steps=plan.total_steps)
         if context.config.eval_on_start and context.eval_rows is not None and self.progress.step == 0:
+            self._answer_prompts()
             self._evaluate()
             context.clock.ended("evaluation")
         batches = plan.batches(context.mesh.data_rank, self.progress.step)
@@ -202,6 +204,9 @@ class TrainLoop:
     def _evaluate_and_save(self, save_asked: bool = False) -> None:
         """Evaluates and saves if due at this step; `save_asked` saves in any case."""
         config, step = self.context.config, self.progress.step
+        # First: a checkpoint of this step must not be older than its answers, which a resume from it does not repeat.
+        if config.eval_generate_steps and step % config.eval_generate_steps == 0:
+            self._answer_prompts()
         if config.eval_steps and step % config.eval_steps == 0 and self.context.eval_rows is not None:
             self._evaluate()
         if save_asked or (config.save_steps and step % config.save_steps == 0):
@@ -257,6 +262,17 @@ class TrainLoop:
         if self.context.metrics is not None:
             self.context.metrics.write(row)
             self.context.show(row)
+
+    def _answer_prompts(self) -> None:
+        """Answers the fixed prompts, if there are any. Collective."""
+        context, step = self.context, self.progress.step
+
+        def beat(_: str, allowed: float) -> None:
+            context.heartbeat.at("evaluation", step, allowed)  # no part of the next step, as other sampling is
+
+        if context.answers is not None:
+            with self.window.pause(), context.backend.evaluated_weights():
+                context.answers.answer(step, beat)
 
     def _score(self) -> dict[str, float]:
         """Evaluates, and writes the result to the metrics."""
@@ -352,6 +368,7 @@ class TrainLoop:
 
     def _stop_as_planned(self) -> Outcome:
         """Ends at `stop_at_step`. The evaluation decides nothing here, so that the run goes on as if never stopped."""
+        self._answer_prompts()
         if self.context.eval_rows is not None and self.evaluated_at != self.progress.step:
             self._score()
         self._save(wait=True)
@@ -370,6 +387,7 @@ class TrainLoop:
 
     def _finish(self, cause: str | None) -> Outcome:
         context, progress = self.context, self.progress
+        self._answer_prompts()
         if context.eval_rows is not None and self.evaluated_at != progress.step:
             self._evaluate()
         self._save(wait=True)

@@ -16,10 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig
 
 from trainers.checkpoint.checkpoint import Checkpoints
-from trainers.checkpoint.export import stop_tokens
 from trainers.config.objectives import ANSWER
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import columns_of_rewards
@@ -29,9 +27,7 @@ from trainers.data.micro_batch import MicroBatch, StepBatch
 from trainers.data.prepare import load_tokenizer
 from trainers.data.rollouts import Prompt, RecordedStep, Rollouts, prompt_of, prompts_digest, refuse_other_columns
 from trainers.data.rows import Rows
-from trainers.data.tokenizer import tokenizer_folder
-from trainers.data.training_template import stop_token_ids
-from trainers.generation import Generation, generate
+from trainers.generation import Generation, generate, stop_ids
 from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.objectives.sampling import Sampled, uniforms
 from trainers.parallel.backend import Backend
@@ -96,8 +92,7 @@ class Sampler:
         self.documents: TokenSet = plan.rows.documents
         refuse_other_columns(config, self.documents, evaluation)
         self.tokenizer = load_tokenizer(config)
-        ends = stop_tokens(self.tokenizer, base.generation_config or GenerationConfig())
-        self.stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
+        self.stops = stop_ids(config, self.tokenizer, base)
         self.vocabulary = int(base.config.get_text_config().vocab_size)
         self.columns = tuple(columns_of_rewards(config) or ())
         self.rewards = RewardProcess(config.reward_funcs, config.reward_timeout, config.reward_schema)
@@ -168,7 +163,7 @@ class Sampler:
         misfit = recorded.misfit(self.config, numbers.tolist(), digest, self.vocabulary)
         if misfit is None and (
             recorded.columns != _read_columns(numbers, prompts)
-            or [texts[2] for texts in recorded.texts] != [self._answer_of(prompt) for prompt in prompts]
+            or [texts[2] for texts in recorded.texts] != [prompt.expected(self.tokenizer.decode) for prompt in prompts]
         ):
             misfit = "its rewards were computed from other columns or answers"
         if misfit is None:
@@ -263,8 +258,7 @@ class Sampler:
         outcome: tuple[RecordedStep | None, str] = (None, "")
         if self.ranks.is_main:
             decode = self.tokenizer.decode
-            texts = [[decode(prompt.tokens), decode(tokens, skip_special_tokens=True),
-                      self._answer_of(prompt)]
+            texts = [[decode(prompt.tokens), decode(tokens, skip_special_tokens=True), prompt.expected(decode)]
                      for prompt, tokens in zip(prompts, answers.tokens, strict=True)]  # fmt: skip
             of_texts = [[text[part] for text in texts] for part in range(3)]
             has = [column for column in self.columns if prompts[0].has(column)]  # all prompts do, or none
@@ -287,10 +281,6 @@ class Sampler:
             raise TrainingError(problem)
         recorded: RecordedStep = step_or_none
         return recorded
-
-    def _answer_of(self, prompt: Prompt) -> str:
-        """The answer in the data, as text; empty without."""
-        return str(prompt.columns.get(ANSWER) or self.tokenizer.decode(prompt.answer, skip_special_tokens=True))
 
     def _rows(self, recorded: RecordedStep) -> Rows:
         """The answers of a step, packed."""

@@ -13,9 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from transformers import GenerationConfig
 
-from trainers.checkpoint.export import stop_tokens
 from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import TrainConfig
 from trainers.data.batches import evaluation_batches
@@ -23,11 +21,9 @@ from trainers.data.cache import TokenSet
 from trainers.data.joined import JoinedSet
 from trainers.data.mix import MixedSet
 from trainers.data.prepare import load_tokenizer
-from trainers.data.rollouts import Prompt, prompt_of, refuse_cut_rows
+from trainers.data.rollouts import Prompt, is_answerable, prompt_of, refuse_cut_rows
 from trainers.data.rows import Rows
-from trainers.data.tokenizer import tokenizer_folder
-from trainers.data.training_template import stop_token_ids
-from trainers.generation import Generation, generate
+from trainers.generation import Generation, generate, stop_ids
 from trainers.model.rope_scaling import position_limit
 from trainers.objectives.sampling import Sampled
 from trainers.run.folder import write_atomic
@@ -80,14 +76,11 @@ def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> Non
 def _prompts_to_answer(config: TrainConfig, prompts: list[Prompt], base: Any) -> list[int]:
     """Numbers of the documents to answer: those with a prompt that leaves room for an answer.
 
-    Text, and chats of which every turn is trained, have none: the first token alone has nothing to be predicted from.
     Prompts of similar length stand side by side, as a batch is as wide as its longest.
     """
     limit, most = position_limit(base.config.get_text_config()), config.eval_answer_tokens
-    longest = np.inf if limit is None else limit - most
-    lengths = [len(prompt.tokens) for prompt in prompts]
-    numbers = [index for index, length in enumerate(lengths) if 1 < length <= longest] if most else []
-    return sorted(numbers, key=lambda index: lengths[index])
+    numbers = [index for index, prompt in enumerate(prompts) if most and is_answerable(prompt, limit, most)]
+    return sorted(numbers, key=lambda index: len(prompts[index].tokens))
 
 
 def _trained_characters(documents: Documents, index: int, tokenizer: Any) -> int:
@@ -118,8 +111,7 @@ def _answers(
 ) -> Sampled:
     """The most likely answers to prompts."""
     config = context.config
-    ends = stop_tokens(tokenizer, base.generation_config or GenerationConfig())
-    stops = sorted({*ends, *stop_token_ids(tokenizer_folder(config))})
+    stops = stop_ids(config, tokenizer, base)
     settings = Generation(config.per_device_eval_batch_size, config.eval_answer_tokens, stops)
     return generate(context.backend, context.mesh, context.ranks, prompts, settings, beat)
 

@@ -31,7 +31,8 @@ from trainers.parallel.ranks import Ranks
 from trainers.run.folder import RunFolder
 from trainers.strategy.mesh import Mesh
 
-if TYPE_CHECKING:  # only objectives that sample need it
+if TYPE_CHECKING:  # only runs that sample need them
+    from trainers.answers import FixedPrompts
     from trainers.rollouts import Sampler
 
 
@@ -56,6 +57,7 @@ class TrainContext:
         stragglers: measures this rank's own speed.
         profiler: profiles the chosen steps.
         sampler: samples the answers of each step; None if the data has them.
+        answers: answers the same prompts as training goes on; None without `eval_generate_steps`.
     """
 
     config: TrainConfig
@@ -80,6 +82,7 @@ class TrainContext:
     stragglers: Stragglers
     profiler: StepProfiler
     sampler: Sampler | None = None
+    answers: FixedPrompts | None = None
 
 
 @dataclass(frozen=True)

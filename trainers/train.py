@@ -70,6 +70,7 @@ from trainers.strategy.strategy import Strategy, load_strategy, refusal
 from trainers.tools.preflight import check, describe_plan, machine_mistakes, make_rows, plan_training
 
 if TYPE_CHECKING:
+    from trainers.answers import FixedPrompts
     from trainers.data.prepare import TokenSet
     from trainers.loop import Outcome
     from trainers.rollouts import Sampler
@@ -300,6 +301,8 @@ def train(
         else:
             if config.objective_spec.samples:
                 context.sampler = build_sampler(context, eval_data, loss.base, folder)
+            if config.generates_answers:
+                context.answers = build_answers(context, eval_data, loss.base, progress, folder)
             outcome = training(context, strategy, progress, folder)
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
@@ -358,6 +361,26 @@ def build_sampler(
     if folder is not None:
         sampler.restore(folder)
     return sampler
+
+
+def build_answers(
+    context: TrainContext, evaluation: TokenSet | None, base: Any, progress: Progress, folder: Path | None
+) -> FixedPrompts:  # fmt: skip
+    """What answers the same prompts as training goes on.
+
+    Args:
+        context: the run.
+        evaluation: the evaluation data.
+        base: the transformers model.
+        progress: where training begins.
+        folder: the checkpoint that the run resumes from; None for a new run.
+    """
+    from trainers.answers import FixedPrompts
+
+    assert evaluation is not None
+    resumed_at = None if folder is None else progress.step
+    config, backend, mesh, ranks, run = context.config, context.backend, context.mesh, context.ranks, context.run
+    return FixedPrompts(config, evaluation, backend, mesh, ranks, run, base, resumed_at)
 
 
 def export(context: TrainContext, outcome: Outcome) -> Ending:

@@ -38,7 +38,7 @@ STEPS = 20
 MOST_COUNT = 100_000
 SHORT_RUN = {
     "logging_steps": "1", "save_steps": "0", "report_to": "", "checkpoint_url": "none",
-    "eval_dataset_name": "none", "eval_steps": "0", "eval_on_start": "false",
+    "eval_dataset_name": "none", "eval_steps": "0", "eval_on_start": "false", "eval_generate_steps": "0",
     "load_best_model_at_end": "false", "early_stopping_patience": "none", "max_restarts": "0", "stop_at_step": "none",
 }  # fmt: skip
 """Options of a run of which only the logged steps are needed."""

@@ -43,10 +43,10 @@ def answers_view(run: RunFolder, step: Any = None, prompt: Any = 0, since: Any =
         ConfigError: if the step is not a number, or its file is too large or no record of answers.
     """
     steps = _steps(run.rollouts)
-    number = _whole_number("step", step) if step is not None else steps[-1] if steps else None
+    number = whole_number("step", step) if step is not None else steps[-1] if steps else None
     if number is None:
         return {"token": "none", "steps": [], "step": None}
-    index, path = _whole_number("prompt", prompt), run.rollouts / f"step-{number}.json"
+    index, path = whole_number("prompt", prompt), run.rollouts / f"step-{number}.json"
     version = stamp(path)
     token = f"{number}/{index}/{steps[0] if steps else 0}-{len(steps)}/{version}"
     if since == token:
@@ -62,7 +62,8 @@ def answers_view(run: RunFolder, step: Any = None, prompt: Any = 0, since: Any =
     return {"token": token, "steps": steps, "step": number, **counts, **groups[index]}
 
 
-def _whole_number(name: str, value: Any) -> int:
+def whole_number(name: str, value: Any) -> int:
+    """A number of a request or file from 0; raises `ConfigError` for anything else."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 10**15:
         raise ConfigError.about(name, str(value)[:80], "is not a whole number from 0", "reload the page")
     return value
@@ -99,13 +100,13 @@ def _group(values: View, members: list[int]) -> View:
     ranked = sorted(members, key=lambda index: -rewards[index])
     prompt, _, *expected = values["texts"][members[0]]
     return {
-        "text": _cut(str(prompt), keep_end=True),
-        "expected": _cut(str(expected[0])) if expected else "",
+        "text": cut_text(str(prompt), keep_end=True),
+        "expected": cut_text(str(expected[0])) if expected else "",
         "answers": len(members),
         "mean": sum(rewards.values()) / len(members),
         "equal": len(set(rewards.values())) == 1,
         "listed": [
-            {"text": _cut(str(values["texts"][index][1])), "reward": rewards[index],
+            {"text": cut_text(str(values["texts"][index][1])), "reward": rewards[index],
              "rewards": [_number(each[index]) for each in values["by_function"].values()],
              "tokens": len(values["answers"][index]), "ended": bool(values["ended"][index])}
             for index in ranked[:MOST_ANSWERS]
@@ -113,7 +114,7 @@ def _group(values: View, members: list[int]) -> View:
     }  # fmt: skip
 
 
-def _cut(text: str, keep_end: bool = False) -> str:
+def cut_text(text: str, keep_end: bool = False) -> str:
     """A text of about `MOST_TEXT` characters, marked where it was cut; the end of a prompt says what is asked."""
     if len(text) <= MOST_TEXT:
         return text

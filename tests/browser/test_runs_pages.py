@@ -358,6 +358,37 @@ def test_sampled_answers_are_read_by_step_and_prompt(new_page: Tabs, server: Ser
     shutil.rmtree(run.path)
 
 
+def test_answers_to_a_prompt_are_read_by_step(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "answered-run", minutes=400)
+
+    def write(step: int, *texts: str) -> None:
+        rows = [{"step": step, "row": f"e.jsonl:{number}", "prompt": f"{HOSTILE} {number}?", "expected": "4",
+                 "answer": text, "ended": step < 20} for number, text in enumerate(texts)]  # fmt: skip
+        with open(run.answers, "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    write(0, "It is 5.", "")
+    write(10, f"It is {HOSTILE}.", "So")
+    page = new_page("/run?run=answered-run")
+    part, lines = page.locator(".ts-fixed-prompts"), page.locator(".ts-fixed-prompts tbody tr")
+    part.scroll_into_view_if_needed()
+    expect(part.locator(".ts-prompt")).to_have_text(f"{HOSTILE} 0?")  # as text, not as markup
+    expect(lines).to_have_text(["0It is 5.", f"10It is {HOSTILE}."])
+    expect(part.locator("mark")).to_have_text([HOSTILE])
+    axe(page)
+    write(20, f"It is {HOSTILE}.", "So")  # comes by itself, without the steps before it
+    with page.expect_response(lambda response: '"full":false' in response.text(), timeout=20_000) as answer:
+        expect(lines).to_have_count(3, timeout=20_000)
+    assert len(answer.value.body()) < 400
+    expect(lines.nth(2)).to_have_text(f"20It is {HOSTILE}. … cut at eval_answer_tokens same as before")
+    part.get_by_label("Prompt ", exact=True).select_option("2: e.jsonl:1")
+    expect(lines).to_have_text(["0empty", "10So", "20So … cut at eval_answer_tokens same as before"])
+    page = new_page("/run?run=done-run")  # without the option, there is nothing to see
+    expect(page.locator(".ts-fixed-prompts:not(.ts-wait)")).to_be_hidden()
+    expect(page.get_by_role("heading", name="Answers", exact=True)).to_be_hidden()
+    shutil.rmtree(run.path)
+
+
 def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, server: Served) -> None:
     run = made_run(server.runs_dir, "wide-run", world=12, minutes=400)
     lines = [

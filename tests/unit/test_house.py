@@ -22,8 +22,8 @@ FLOORS = (
     *("trainers.checkpoint", "trainers.monitor", "trainers.rewards", "trainers.tools", "trainers.evaluation"),
     *("trainers.sampling_server", "trainers.served"),
     *("trainers.teacher", "trainers.principal", "trainers.build"),
-    *("trainers.generation", "trainers.rollouts", "trainers.step", "trainers.row_evaluation", "trainers.loop"),
-    *("trainers.reference", "trainers.train"),
+    *("trainers.generation", "trainers.answers", "trainers.rollouts", "trainers.step", "trainers.row_evaluation"),
+    *("trainers.loop", "trainers.reference", "trainers.train"),
     *("app.console", "app.typer_style", "app.reference", "app.hardware", "app.command_line", "app.accelerate_launch"),
     *("app.schedulers", "app.runs", "app.diagnosis", "app.launch", "app.plan", "app.prove", "app.bench", "app.doctor"),
     *(

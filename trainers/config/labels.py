@@ -142,6 +142,8 @@ LABELS = {
     "early_stopping_threshold": "Smallest gain that counts",
     "eval_only": "Evaluate row by row, train nothing",
     "eval_answer_tokens": "Longest answer to an evaluation row",
+    "eval_generate_steps": "Steps between answers to prompts",
+    "eval_generate_prompts": "Prompts to answer",
     # Run
     "run_name": "Name of the run",
     "runs_dir": "Folder of all runs",

@@ -109,7 +109,11 @@ class TrainConfig(
     eval_only: bool = option("evaluation", False)
     """Train nothing: write the loss of each evaluation row, and the answer, to evaluation.jsonl."""
     eval_answer_tokens: int = option("evaluation", 0, "tokens", ge=0, le=10**6)
-    """Longest answer to an evaluation row that is written there; 0: no answers."""
+    """Longest answer to an evaluation row, with eval_only or eval_generate_steps; 0: no answers."""
+    eval_generate_steps: int = option("evaluation", 0, "steps", ge=0, le=10**12)
+    """Answer the same prompts every N steps and at the end, into answers.jsonl; 0: never."""
+    eval_generate_prompts: int = option("evaluation", 5, "prompts", ge=1, le=100)
+    """How many prompts of the evaluation data eval_generate_steps answers."""
 
     # Run
     run_name: Annotated[str | None, Optionally] = option("run", None, max_length=100)
@@ -263,6 +267,11 @@ class TrainConfig(
     def has_evaluation(self) -> bool:
         """Whether there is evaluation data, named or held out."""
         return self.eval_dataset_name is not None or self.eval_share > 0
+
+    @property
+    def generates_answers(self) -> bool:
+        """Whether prompts of the evaluation data are answered while it trains."""
+        return self.eval_generate_steps > 0 and not self.eval_only
 
     def outside_parity(self) -> list[str]:
         """Returns the choices to warn about because they void the promise that the strategy never changes the model.

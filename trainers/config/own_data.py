@@ -8,7 +8,7 @@ from typing import Any
 _EVALUATION = ("eval_dataset_name", "eval_split", "max_eval_samples")
 _DATA = ("dataset_query", "dataset_config_name", "dataset_split", "dataset_format", "columns", "sample_by",
          "max_train_samples", "eval_share", *_EVALUATION)  # fmt: skip
-_WHEN = ("eval_steps", "eval_on_start")
+_WHEN = ("eval_steps", "eval_on_start", "eval_generate_steps")
 """When to evaluate; meaningless without evaluation data."""
 DESCRIBING = ("dataset_name", *_DATA, *_WHEN)
 """All options that may be dropped."""

@@ -256,7 +256,9 @@ def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
 
 
 def _evaluation_conflicts(config: TrainConfig) -> list[Mistake]:
-    """Returns a mistake for each option that does not fit an evaluation without training."""
+    """Returns a mistake for each option that does not fit an evaluation without training, or answers during it."""
+    if config.generates_answers:
+        return _answer_conflicts(config)
     if not config.eval_only:
         return []
     rules: list[tuple[bool, str, str]] = [
@@ -268,6 +270,22 @@ def _evaluation_conflicts(config: TrainConfig) -> list[Mistake]:
          "lower per_device_eval_batch_size instead"),
     ]  # fmt: skip
     return [Mistake("eval_only", True, problem, remedy) for applies, problem, remedy in rules if applies]
+
+
+def _answer_conflicts(config: TrainConfig) -> list[Mistake]:
+    """Returns a mistake for each option that does not fit answers during training."""
+    steps = f"with eval_generate_steps={config.eval_generate_steps}"
+    rules: list[tuple[bool, str, object, str, str]] = [
+        (not config.has_evaluation(), "eval_generate_steps", config.eval_generate_steps,
+         "needs evaluation data, whose prompts it answers", "set eval_dataset_name or eval_share"),
+        (config.eval_answer_tokens == 0, "eval_answer_tokens", 0, f"{steps}: no answer would have a token",
+         "set it, such as 128"),
+        (config.objective_spec.scalar_head, "objective", config.objective,
+         f"{steps}: its model scores answers, and writes none", "use eval_generate_steps=0"),
+        (config.torch_compile, "torch_compile", True, f"{steps}: compiled layers do not generate",
+         "leave one of them out"),
+    ]  # fmt: skip
+    return [Mistake(*rule[1:]) for rule in rules if rule[0]]
 
 
 def _unknown_columns(config: TrainConfig) -> Iterator[Mistake]:
@@ -405,8 +423,12 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore(["min_lr_ratio"], f"lr_scheduler_type={config.lr_scheduler_type}", config.min_lr_ratio)
     if config.early_stopping_threshold and config.early_stopping_patience is None:
         ignore(["early_stopping_threshold"], "early_stopping_patience is not set")
-    if config.eval_answer_tokens and not config.eval_only:
-        ignore(["eval_answer_tokens"], "eval_only=false")
+    if config.eval_answer_tokens and not config.eval_only and not config.generates_answers:
+        ignore(["eval_answer_tokens"], "eval_only=false and eval_generate_steps=0")
+    if config.eval_only:
+        ignore({"eval_generate_steps", "eval_generate_prompts"} & changed, "eval_only=true answers every row")
+    elif not config.generates_answers:
+        ignore({"eval_generate_prompts"} & changed, "eval_generate_steps=0")
     if config.rope_scaling == "none":
         ignore({"rope_factor", "rope_original_max_positions"} & changed, "rope_scaling=none")
     if not config.dataset_streaming:

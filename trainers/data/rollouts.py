@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,9 @@ from trainers.config.objectives import ANSWER
 from trainers.config.options import TrainConfig
 from trainers.config.reward_file import columns_of_rewards
 from trainers.data.cache import TokenSet
+
+_ORDER = 4_801
+"""Begins the seed of the order in which prompts are taken."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,14 @@ class Prompt:
         """Values of the columns that rewards read, with the text of an answer that has a column of its own."""
         return dict(json.loads(self.json)) if self.json else {}
 
+    def expected(self, decode: Callable[..., str]) -> str:
+        """The answer in the data, as text; empty without.
+
+        Args:
+            decode: the `decode` of the tokenizer.
+        """
+        return str(self.columns.get(ANSWER) or decode(self.answer, skip_special_tokens=True))
+
     def has(self, column: str) -> bool:
         """Whether rewards can get a column of it."""
         return column in self.columns or (column == ANSWER and len(self.answer) > 0)
@@ -51,6 +62,55 @@ def prompt_of(documents: TokenSet, index: int) -> Prompt:
     before = np.flatnonzero(~mask[:end])
     start = int(before[-1]) + 1 if len(before) else 0
     return Prompt(tokens[:start], tokens[start:end], documents.columns(index))
+
+
+def is_answerable(prompt: Prompt, positions: int | None, most_tokens: int) -> bool:
+    """Whether a prompt can be answered: text has none, and the first token alone has nothing to be predicted from.
+
+    Args:
+        prompt: the prompt.
+        positions: positions of the model; None for no limit.
+        most_tokens: tokens of an answer, at most.
+    """
+    length = len(prompt.tokens)
+    return length > 1 and (positions is None or length + most_tokens <= positions)
+
+
+def prompts_to_answer(config: TrainConfig, documents: TokenSet, positions: int | None) -> list[int]:
+    """Numbers of the documents whose prompts are answered during training (`eval_generate_steps`).
+
+    They are the first in an order by seed that can be answered, so that more prompts contain fewer. Documents that are
+    as long as `max_length` may have been cut, and their prompts and answers with them; of a pair, the first counts.
+
+    Args:
+        config: the run's config.
+        documents: its evaluation data.
+        positions: positions of the model; None for no limit.
+
+    Raises:
+        ConfigError: if there are none, or rows were split, whose parts nothing tells from rows.
+    """
+    if documents.report.split_rows:
+        problem = f"with {documents.report.split_rows:,} rows of {documents.report.dataset} that overlong=split divides"
+        remedy = "a part of a row is no prompt: raise max_length, or use overlong=truncate or drop"
+        raise ConfigError.about("eval_generate_steps", config.eval_generate_steps, problem, remedy)
+    numbers: list[int] = []
+    parts = config.objective_spec.documents
+    order = np.random.Generator(np.random.PCG64([_ORDER, config.seed])).permutation(len(documents) // parts) * parts
+    for number in order.tolist():
+        is_uncut = documents.lengths[number] < config.max_length
+        if is_uncut and is_answerable(prompt_of(documents, number), positions, config.eval_answer_tokens):
+            numbers.append(number)
+        if len(numbers) == config.eval_generate_prompts:
+            break
+    if not numbers:
+        raise ConfigError.about(
+            "eval_generate_steps", config.eval_generate_steps,
+            f"has nothing to answer: no row of {documents.report.dataset} has a prompt, is shorter than max_length="
+            f"{config.max_length}, and leaves room for eval_answer_tokens={config.eval_answer_tokens}",
+            "use evaluation data with prompts, raise max_length, or use eval_generate_steps=0",
+        )  # fmt: skip
+    return numbers
 
 
 def check_prompts(config: TrainConfig, documents: TokenSet) -> None:

@@ -41,6 +41,7 @@ FREE = frozenset({
     "max_restarts", "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",
     "reward_timeout", "reward_schema",
     "export_dtype", "profile_steps", "profile_ranks", "eval_only", "eval_answer_tokens",
+    "eval_generate_steps", "eval_generate_prompts",
 })  # fmt: skip
 """Options that may change on resume: they affect cost, monitoring or export, but no training step beyond the parity
 tolerance. Answers that are sampled in batches of another size, or on other ranks, differ where a rounding flips a

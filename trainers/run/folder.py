@@ -25,6 +25,7 @@ from trainers.run.ending import Ending
 from trainers.run.json_file import load_json
 from trainers.run.log import log_line, secrets_in, without_secrets
 from trainers.run.record import (
+    ANSWERS,
     CHAT_TEMPLATE,
     EVALUATION,
     MIX,
@@ -194,6 +195,7 @@ class RunFolder:
         self.start = self.path / START
         self.rollouts = self.path / ROLLOUTS
         self.evaluation = self.path / EVALUATION
+        self.answers = self.path / ANSWERS
         self.sampler = self.path / SAMPLER
         self.scheduler = self.path / "scheduler.json"
         self.ray = self.path / "ray.json"

@@ -27,12 +27,15 @@ MIX = "mix.yaml"
 """A copy of the mix of data, with absolute paths."""
 EVALUATION = "evaluation.jsonl"
 """Holds what the model loses on each evaluation row, and its answers (`eval_only`)."""
+ANSWERS = "answers.jsonl"
+"""Holds the answers to the same prompts at several steps (`eval_generate_steps`)."""
 START = "from_run.json"
 """Holds what the run started from, if that is the result of another run."""
 FILES = frozenset({
     "config.yaml", "accelerate.yaml", "command.txt", "state.json", "metrics.jsonl", "log.txt", "stop", "save",
     "passed_over.json", CHAT_TEMPLATE, START, ".lock", "slurm.sh", "slurm.out", "scheduler.json", "ray.json",
     "sweep.json", RECORD, OBJECTIVE, MIX, EVALUATION,
+    ANSWERS,
 })  # fmt: skip
 """The files that every run may write."""
 ROLLOUTS = "rollouts"

@@ -10,8 +10,14 @@ from trainers.strategy.mesh import MeshSizes
 def objective_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
     """Returns why the config's objective cannot be trained with a mesh of these sizes; None if it can."""
     spec, objective = config.objective_spec, f"objective={config.objective}"
-    if config.eval_only and sizes.tp * sizes.sequence_shards * sizes.pp * sizes.ep > 1:
+    splits_rows_or_layers = sizes.tp * sizes.sequence_shards * sizes.pp * sizes.ep > 1
+    if config.eval_only and splits_rows_or_layers:
         return f"eval_only=true with {sizes}: only data-parallel ranks evaluate row by row; use fsdp2, for instance"
+    if config.generates_answers and splits_rows_or_layers:
+        return (
+            f"eval_generate_steps={config.eval_generate_steps} with {sizes}: only data-parallel ranks answer prompts; "
+            "use fsdp2, for instance, or eval_generate_steps=0"
+        )
     if spec.teacher and sizes.pp * sizes.ep > 1:
         reason = "the teacher is not split so" if config.teacher is not None else "recorded teachers are not read there"
         return f"{objective} with {sizes}: {reason}; use fsdp2, for instance"

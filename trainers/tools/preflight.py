@@ -30,7 +30,7 @@ from trainers.data.mix import MixedSet
 from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, prepare_splits, report_lines
-from trainers.data.rollouts import check_prompts, refuse_cut_rows, refuse_other_columns
+from trainers.data.rollouts import check_prompts, prompts_to_answer, refuse_cut_rows, refuse_other_columns
 from trainers.data.rows import Rows
 from trainers.data.stream import WindowSet
 from trainers.data.stream_plan import StreamPlan
@@ -110,6 +110,8 @@ def check(
         check_teacher_file(config, [("train", train), ("eval", evaluation)], model["vocab_size"], strategy.sizes.tp)
     if config.objective_spec.samples:
         refuse_other_columns(config, train, evaluation)
+    if config.generates_answers and evaluation is not None:
+        prompts_to_answer(config, evaluation, model["positions"])
     plan = plan_training(config, train, data_parallel_size)
     if run_dir is not None and not config.eval_only:
         check_room(config, tensors_of(headers or {}), run_dir, plan.total_steps, model.get("trained_weights"))

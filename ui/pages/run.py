@@ -15,6 +15,7 @@ from app.launch import actions, background
 from app.launch.foreground import CheckBroke
 from app.runs.answers import answers_view
 from app.runs.detail import checkpoints, run_files, run_view
+from app.runs.fixed_prompts import prompt_answers
 from app.runs.log import find_in_log, log_writers, read_log
 from app.runs.metrics import Curves
 from app.runs.runs import run_of_id
@@ -160,8 +161,13 @@ class _Page:
             step, prompt, since = request.get("step"), request.get("prompt", 0), request.get("since")
             return json_response(lambda: answers_view(self._requested_run(request), step, prompt, since))
 
+        def fixed_prompts(request: dict[str, Any]) -> Response:
+            prompt, since = request.get("prompt", 0), request.get("since")
+            return json_response(lambda: prompt_answers(self._requested_run(request), prompt, since))
+
         log_writers_.__name__ = "log_writers"
         live_part("charts", "run", [curves], "Charts")
+        live_part("fixed-prompts", "fixed_prompts", [fixed_prompts], "Answers")
         live_part("answers", "answers", [answers], "Sampled answers")
         live_part("ranks", "ranks", [rank_curves], "Ranks, one process each")
         live_part("memory", "memory", [memory], "Memory by rank")

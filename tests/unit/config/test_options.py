@@ -19,6 +19,8 @@ from trainers.config.validation import build, ignored_choices
 from trainers.config.yaml_file import read_yaml
 
 BASE = {"model_name_or_path": "embedded", "dataset_name": "embedded"}
+EVALUATED = {"eval_dataset_name": "embedded"}
+ANSWERED = {**EVALUATED, "eval_generate_steps": 5, "eval_answer_tokens": 9}
 
 
 def mistakes(values: dict) -> list[str]:
@@ -107,6 +109,13 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
             {"method": "full", "freeze": "norm", "mixed_precision": "fp8"},
             "freeze=norm with mixed_precision=fp8, which only trained layers compute in; use bf16",
         ),
+        ({"eval_generate_steps": 5, "eval_answer_tokens": 9}, "eval_generate_steps=5 needs evaluation data, whose"),
+        ({"eval_generate_steps": 5, **EVALUATED}, "eval_answer_tokens=0 with eval_generate_steps=5: no answer would"),
+        ({**ANSWERED, "objective": "reward"}, "objective=reward with eval_generate_steps=5: its model scores"),
+        ({**ANSWERED, "torch_compile": True}, "torch_compile=true with eval_generate_steps=5: compiled layers"),
+        ({"eval_generate_steps": -1}, "eval_generate_steps=-1 is refused"),
+        ({**ANSWERED, "eval_generate_prompts": 0}, "eval_generate_prompts=0 is refused"),
+        ({**ANSWERED, "eval_generate_prompts": 101}, "eval_generate_prompts=101 is refused"),
         ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
         ({"run_name": "x" * 300}, "run_name="),
     ],
@@ -168,6 +177,20 @@ def test_idle_choices_are_warned_of() -> None:
         "num_train_epochs=3.0",
         "warmup_ratio=0.1",
     ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "ignored"),
+    [
+        ({}, []),
+        ({"eval_generate_steps": 0}, ["eval_generate_prompts", "eval_answer_tokens"]),
+        ({"eval_only": True}, ["eval_generate_prompts", "eval_generate_steps"]),
+        ({"eval_only": True, "eval_generate_steps": 0}, ["eval_generate_prompts"]),
+    ],
+)
+def test_options_of_answers_without_answers_are_ignored(changes: dict, ignored: list[str]) -> None:
+    config = build(BASE | ANSWERED | {"eval_generate_prompts": 3} | changes)
+    assert sorted(mistake.option for mistake in ignored_choices(config)) == sorted(ignored)
 
 
 def test_every_option_of_adapters_is_ignored_without_adapters() -> None:

@@ -83,6 +83,17 @@ def test_compiled_layers_need_not_sample() -> None:
         build({**GRPO, "torch_compile": True, "sampler_url": None})
 
 
+@pytest.mark.parametrize("name", ["tp", "cp", "sp", "pp", "ep"])
+def test_only_data_parallel_ranks_answer_prompts(name: str) -> None:
+    answers = {"eval_dataset_name": "embedded", "eval_generate_steps": 5, "eval_answer_tokens": 9}
+    config = build({**GRPO, "objective": "sft", **answers})
+    problem = refusal(load_strategy(name), config, has_gpu=False)
+    assert "only data-parallel ranks answer prompts; use fsdp2, for instance" in str(problem)
+    without = config.model_copy(update={"eval_generate_steps": 0})
+    for other in (refusal(load_strategy("fsdp2"), config, False), refusal(load_strategy(name), without, False)):
+        assert "answer prompts" not in str(other), "control"
+
+
 @pytest.mark.parametrize("name", ["tp", "cp", "sp", "fsdp2_tp"])
 def test_meshes_that_do_not_sample_train_with_a_server(name: str) -> None:
     evaluated = {**GRPO, "eval_dataset_name": "embedded"}

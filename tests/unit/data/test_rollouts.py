@@ -12,7 +12,7 @@ import pytest
 from trainers.config.mistakes import ConfigError
 from trainers.config.validation import build
 from trainers.data.prepare import prepare
-from trainers.data.rollouts import RecordedStep, Rollouts, check_prompts, prompt_of
+from trainers.data.rollouts import RecordedStep, Rollouts, check_prompts, prompt_of, prompts_to_answer
 from trainers.data.tokenizer import load_tokenizer
 from trainers.monitor.loss_guard import origin
 from trainers.rollouts import advantages
@@ -99,6 +99,42 @@ def test_answers_become_documents() -> None:
     assert documents.old is not None
     assert documents.old.of(np.array([1, 0])).tolist() == [0, -3.5, 0, 0, 0, -1.5, -2.5]
     assert documents.trained.tolist() == [2, 0]
+
+
+def conversation(question: str, answer: str = "Yes.") -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def test_the_prompts_to_answer_are_few_and_the_same_ones(tmp_path: Path) -> None:
+    rows = [conversation(f"Is {number} even?") for number in range(40)]
+    short = {"objective": "sft", "eval_generate_steps": 1, "eval_answer_tokens": 8, "eval_share": 0.5}
+    config = config_of(tmp_path, *rows, **short)
+    data = prepare(config, "train")
+    five = prompts_to_answer(config, data, None)
+    assert len(set(five)) == 5
+    assert prompts_to_answer(config, data, None) == five
+    assert prompts_to_answer(config.model_copy(update={"eval_generate_prompts": 3}), data, None) == five[:3]
+    assert prompts_to_answer(config.model_copy(update={"seed": 7}), data, None) != five
+    every = config.model_copy(update={"eval_generate_prompts": 100})
+    assert sorted(prompts_to_answer(every, data, None)) == list(range(len(data)))
+
+
+def test_no_part_of_a_row_is_a_prompt_to_answer(tmp_path: Path) -> None:
+    rows = [conversation("Why? " * 20), conversation("Short?"), conversation("And then?", "so " * 90)]
+    config = config_of(tmp_path, *rows, objective="sft", eval_generate_steps=1, eval_share=0.5, eval_answer_tokens=8)
+    config = config.model_copy(update={"eval_share": 0.0})  # all three rows
+    data = prepare(config, "train")
+    assert data.report.truncated == 1, "control: there was one"
+    answered = prompts_to_answer(config, data, None)
+    assert sorted(data.where(number).rpartition(":")[2] for number in answered) == ["1", "2"]
+    room = min(len(prompt_of(data, number).tokens) for number in answered) + 8
+    (only,) = prompts_to_answer(config, data, room)
+    assert data.where(only).endswith(":2")
+    with pytest.raises(ConfigError, match="eval_generate_steps=1 has nothing to answer: no row of"):
+        prompts_to_answer(config, data, room - 1)
+    split = config.model_copy(update={"overlong": "split"})
+    with pytest.raises(ConfigError, match=r"eval_generate_steps=1 with 1 rows of .* that overlong=split divides"):
+        prompts_to_answer(split, prepare(split, "train"), None)
 
 
 def test_recorded_steps_come_back_and_others_are_refused() -> None:

@@ -1,0 +1,114 @@
+"""The answers to the same prompts at several steps (`answers.jsonl`), as the Run page shows them by prompt."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+from app.runs.answers import cut_text, whole_number
+from app.runs.safe_read import Stamp, read_span, stamp
+from trainers.run.folder import RunFolder
+
+MOST_STEPS = 50
+"""Steps that are listed: the first, and the newest."""
+MOST_PROMPTS = 100
+MOST_BYTES = 1 << 24
+"""Bytes of the file that are read: the last ones."""
+_LABEL = 100
+"""Characters of the name of a row."""
+
+View = dict[str, Any]
+Segment = tuple[str, bool]
+"""A part of a text, and whether it differs from the text of the step before."""
+
+
+def prompt_answers(run: RunFolder, prompt: Any = 0, since: Any = None) -> View:
+    """The answers to one prompt by step, and what changed from each step to the next.
+
+    Args:
+        run: the run.
+        prompt: which of its prompts, from 0; beyond them, the last.
+        since: `token` of what the page shows already.
+
+    Returns:
+        `same` if that has not changed; else `token`, `full` (whether all follows; otherwise only `listed`, of the steps
+        after those that the page has), `prompts` (file and line of each; empty if there are none), `prompt` (which),
+        `text` (of the prompt), `expected` (the answer in the data, or ""), `steps` (how many have an answer), and
+        `listed`, oldest first: `step`, `ended`, `same` (as at the step before), and `parts` of the answer, pairs of a
+        text and whether it is new.
+
+    Raises:
+        ConfigError: if the prompt is not a whole number.
+    """
+    index, version = whole_number("prompt", prompt), stamp(run.answers)
+    groups = _groups(run.answers, version) if version else []
+    if not groups:
+        return {"token": "none", "full": True, "prompts": []}
+    index = min(index, len(groups) - 1)
+    group = groups[index]
+    last = group["answers"][-1]["step"]
+    # A resume replaces the file, and else it only grows: the page keeps what it has, and gets the steps after it.
+    key = f"{version[0] if version else 0}/{index}/{len(groups)}"
+    token = f"{key}/{last}"
+    if since == token:
+        return {"same": True}
+    known_key, _, known_step = str(since or "")[:100].rpartition("/")
+    known = known_key == key and known_step.isascii() and known_step.isdigit() and int(known_step) < last
+    listed = _listed(group["answers"], int(known_step) if known else -1)
+    view = {"token": token, "full": not known, "steps": len(group["answers"]), "listed": listed}
+    if known:
+        return view
+    names = [each["row"] for each in groups]
+    return {**view, "prompts": names, "prompt": index, "text": group["text"], "expected": group["expected"]}
+
+
+def _listed(answers: list[View], after: int) -> list[View]:
+    """The answers of the steps after one, but only the first of all and the newest."""
+    listed = []
+    for number, answer in enumerate(answers):
+        if answer["step"] > after and (number == 0 or number > len(answers) - MOST_STEPS):
+            text = answer["text"]
+            before = answers[number - 1]["text"] if number else None
+            parts = [(text, False)] if before is None else changes(before, text)
+            listed.append({"step": answer["step"], "ended": answer["ended"], "same": text == before, "parts": parts})
+    return listed
+
+
+@functools.lru_cache(maxsize=4096)
+def changes(before: str, after: str) -> list[Segment]:
+    """The second text in parts, each with whether it differs from the first; words are compared, and spaces."""
+    old, new = (re.findall(r"\w+|\s+|[^\w\s]", text) for text in (before, after))
+    parts: list[Segment] = []
+    for kind, _, _, start, end in SequenceMatcher(None, old, new).get_opcodes():
+        if start < end:
+            parts.append(("".join(new[start:end]), kind != "equal"))
+    return parts
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(path: Path, version: Stamp) -> list[View]:
+    """The prompts in the order of the file, each with its answers by step; leaves out what is no row."""
+    start = max(0, version[2] - MOST_BYTES)
+    content, _ = read_span(path, start, MOST_BYTES)
+    lines = content.split(b"\n")[1 if start else 0 : -1]  # without half a row at either end
+    groups: dict[tuple[str, str], View] = {}
+    for line in lines:
+        try:
+            row = json.loads(line)
+            step, ended = whole_number("step", row["step"]), row["ended"] is True
+            where, prompt, expected, answer = (row[name] for name in ("row", "prompt", "expected", "answer"))
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if not all(isinstance(text, str) for text in (where, prompt, expected, answer)):
+            continue
+        fresh = {"row": where[-_LABEL:], "text": cut_text(prompt, keep_end=True), "expected": cut_text(expected),
+                 "answers": []}  # fmt: skip
+        if (where, prompt) in groups or len(groups) < MOST_PROMPTS:
+            answers = groups.setdefault((where, prompt), fresh)["answers"]
+            if not answers or answers[-1]["step"] < step:
+                answers.append({"step": step, "ended": ended, "text": cut_text(answer)})
+    return list(groups.values())
