@@ -381,7 +381,7 @@ def test_answers_to_a_prompt_are_read_by_step(new_page: Tabs, server: Served) ->
         expect(lines).to_have_count(3, timeout=20_000)
     assert len(answer.value.body()) < 400
     expect(lines.nth(2)).to_have_text(f"20It is {HOSTILE}. … cut at eval_answer_tokens same as before")
-    part.get_by_label("Prompt ", exact=True).select_option("2: e.jsonl:1")
+    part.get_by_role("combobox").select_option("2: e.jsonl:1")
     expect(lines).to_have_text(["0empty", "10So", "20So … cut at eval_answer_tokens same as before"])
     page = new_page("/run?run=done-run")  # without the option, there is nothing to see
     expect(page.locator(".ts-fixed-prompts:not(.ts-wait)")).to_be_hidden()

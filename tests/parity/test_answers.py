@@ -91,8 +91,8 @@ def test_with_dropout_too_unless_answers_leave_something_behind(change: str, tmp
 
 CASES = [
     ("ddp", "lora", {}), ("fsdp1", "full", {}), ("fsdp2", "full", {}), ("hsdp", "lora", {}), ("zero2", "full", {}),
-    ("zero3", "lora", {}), ("fsdp2", "full", {"optim": "adamw_schedule_free"}),
-    ("single", "full", {"gradient_checkpointing": True, "optim": "adamw_schedule_free"}),
+    ("zero3", "lora", {}), ("fsdp2", "full", {"optim": "schedule_free_adamw"}),
+    ("single", "full", {"gradient_checkpointing": True, "optim": "schedule_free_adamw"}),
     ("ddp", "lora", {"load_best_model_at_end": True, "eval_steps": 4}), ("single", "qlora", {}),
 ]  # fmt: skip
 
@@ -123,7 +123,7 @@ def test_a_resume_replaces_what_came_after_its_checkpoint(processes: int, tmp_pa
     again = options("lora", True, **ANSWERS, **DROPOUT)
     again |= {"resume_from_checkpoint": tmp_path / "run" / "checkpoints" / f"step-{HALF:08}"}
     resumed = launch_well(tmp_path / "run", processes, again)
-    assert finished.series("loss")[HALF:] == resumed.series("loss")[-HALF:]
+    assert finished.series("loss")[HALF:] == [row["loss"] for row in resumed.rows() if row["attempt"] == 1]
     assert resumed.run.answers.read_bytes() == before
     elsewhere = launch_well(tmp_path / "other", processes, again)
     assert equal_after_resume(finished, elsewhere)

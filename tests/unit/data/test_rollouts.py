@@ -120,7 +120,7 @@ def test_the_prompts_to_answer_are_few_and_the_same_ones(tmp_path: Path) -> None
 
 
 def test_no_part_of_a_row_is_a_prompt_to_answer(tmp_path: Path) -> None:
-    rows = [conversation("Why? " * 20), conversation("Short?"), conversation("And then?", "so " * 90)]
+    rows = [conversation("Why? " * 6), conversation("Short?"), conversation("And then?", "so " * 90)]
     config = config_of(tmp_path, *rows, objective="sft", eval_generate_steps=1, eval_share=0.5, eval_answer_tokens=8)
     config = config.model_copy(update={"eval_share": 0.0})  # all three rows
     data = prepare(config, "train")
