@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
-import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from typing import Any
 
 from starlette.requests import ClientDisconnect, cookie_parser
 
-Scope = MutableMapping[str, Any]
+from trainers.run.web_host import Scope, TrustedHosts, header_values, is_from_other_site
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
@@ -58,44 +58,6 @@ HEADERS = {
 """Headers of every response."""
 
 _READS = ("GET", "HEAD", "OPTIONS")
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")
-
-
-def bracketed(host: str) -> str:
-    """A host as written in a URL: IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
-
-
-@dataclass(frozen=True)
-class TrustedHosts:
-    """Host names that browsers may use for this server; any other could be a DNS rebinding attack.
-
-    Args:
-        host: the host that the server is bound to.
-        names: other names of this machine.
-    """
-
-    host: str
-    names: tuple[str, ...] = ()
-
-    def __contains__(self, header: object) -> bool:
-        """Whether a `Host` header names this server, with any port."""
-        match = _HOST.fullmatch(str(header).lower())
-        if match is None:
-            return False
-        name = match[1]
-        known = {*_LOOPBACK, bracketed(self.host.lower()), *(name.lower() for name in self.names)}
-        # Bound to all addresses, any of them is fine: an IP address cannot be rebound.
-        return name in known or (self.host in ("0.0.0.0", "::") and _is_number(name))  # noqa: S104
-
-
-def _is_number(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return False
-    return True
 
 
 class Guard:
@@ -135,7 +97,7 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and reason if the request is refused."""
-        hosts = _values(scope, b"host")
+        hosts = header_values(scope, b"host")
         if len(hosts) != 1 or hosts[0] not in self.hosts:
             return 400, "unknown host name for this server; open the address that `tunesmith ui` printed"
         if self._is_foreign(scope, hosts[0]):
@@ -157,16 +119,7 @@ class Guard:
         mode, target = _value(scope, b"sec-fetch-mode"), _value(scope, b"sec-fetch-dest")
         if reads and scope["path"] in self.pages and mode in ("", "navigate") and target in ("", "document"):
             return False
-        origins = _values(scope, b"origin")
-        return any(not _is_origin_of(origin, host) for origin in origins) or (
-            _value(scope, b"sec-fetch-site") in ("cross-site", "same-site")
-        )
-
-
-def _is_origin_of(origin: str, host: str) -> bool:
-    scheme, mark, authority = origin.lower().partition("://")
-    port = {"http": ":80", "https": ":443"}.get(scheme)
-    return bool(mark and port) and authority.removesuffix(str(port)) == host.lower().removesuffix(str(port))
+        return is_from_other_site(scope, host)
 
 
 def _max_bytes(scope: Scope) -> int:
@@ -183,7 +136,7 @@ def _length_refusal(scope: Scope) -> tuple[int, str] | None:
     length, limit = _value(scope, b"content-length"), _max_bytes(scope)
     if not (length.isascii() and length.isdigit()):
         return 411, "the request has no length; send a Content-Length"
-    if _values(scope, b"transfer-encoding"):
+    if header_values(scope, b"transfer-encoding"):
         return 400, "the request has two lengths; send a Content-Length without Transfer-Encoding"
     return (413, _too_large(limit)) if int(length[:20]) > limit else None
 
@@ -226,13 +179,9 @@ class _LimitedBody:
             await self._send(message)
 
 
-def _values(scope: Scope, name: bytes) -> list[str]:
-    return [value.decode("latin-1") for key, value in scope["headers"] if key.lower() == name]
-
-
 def _value(scope: Scope, name: bytes) -> str:
     """The header in lower case; empty if missing."""
-    return ", ".join(_values(scope, name)).lower()
+    return ", ".join(header_values(scope, name)).lower()
 
 
 def _with_headers(send: Send) -> Send:
@@ -411,7 +360,7 @@ class LoggedIn:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(_API):
-            cookies = cookie_parser("; ".join(_values(scope, b"cookie")))
+            cookies = cookie_parser("; ".join(header_values(scope, b"cookie")))
             if not self.is_logged_in(cookies):
                 await answer(send, 401, "log in first; open the address that `tunesmith ui` printed")
                 return

@@ -30,12 +30,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app.commands.ui import PASSWORD
 from app.console import report, say
 from app.services import notices
+from trainers.run.web_host import TrustedHosts, bracketed
 from ui.checked_blocks import CheckedBlocks
 from ui.context import ServerContext
 from ui.live import json_response, with_plain_values
 from ui.pages import chat, compare, data, run, runs, system, train
 from ui.parts import PAGES, navigation
-from ui.security import MAX_UPLOAD, Guard, LoggedIn, Password, Throttle, ThrottledLogin, TrustedHosts, bracketed
+from ui.security import MAX_UPLOAD, Guard, LoggedIn, Password, Throttle, ThrottledLogin
 from ui.theme import Tunesmith, head
 
 _ROUTES = (

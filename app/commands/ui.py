@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import getpass
 import importlib.util
 import json
 import os
-import re
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from app.console import say, shortened
+from app.services.listening import HOST, listen, port_number
 from trainers.run.import_path import child_environment
+from trainers.run.web_host import LOOPBACK
 
 # Heavy imports (pydantic, through the config) are left to the server; here they are needed only for errors.
 
 DEFAULT_PORT = 7860
-PORTS_TRIED = 100
 PASSWORD = "TUNESMITH_UI_PASSWORD"  # noqa: S105
 """Environment variable with the password for `--auth`."""
 MIN_PASSWORD_LENGTH = 8
-
-_LOOPBACK = ("127.0.0.1", "localhost", "::1")
-_HOST = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 
 
 def ui_verb(
@@ -49,8 +44,8 @@ def ui_verb(
         raise _config_error(mistakes)
     uploads = _uploads(runs_dir)
     password = _password(user)
-    listening = _listen(host, number)
-    if host not in _LOOPBACK:
+    listening = listen(host, number, DEFAULT_PORT)
+    if host not in LOOPBACK:
         say("warning: traffic to this server is not encrypted; use an SSH tunnel or a TLS proxy")
     roots = [Path.cwd(), runs_dir, *allow]
     settings = {
@@ -87,12 +82,14 @@ def _check(port: str | None, host: str, user: str | None, allow: Sequence[Path])
     mistakes = []
     if importlib.util.find_spec("gradio") is None:
         mistakes.append('gradio is not installed, but the pages need it; run: pip install "tunesmith[ui]"')
-    number = int(port) if port and port.isascii() and port.isdigit() and len(port) < 6 else 0
-    if port is not None and not 1 <= number <= 65535:
-        mistakes.append(f"port={shortened(port)!r} is not a port; use 1 to 65535, or omit --port for a free one")
-    if not _HOST.fullmatch(host):
+    number = None
+    try:
+        number = port_number(port)
+    except ValueError:
+        mistakes.append(f"port={shortened(str(port))!r} is not a port; use 1 to 65535, or omit --port for a free one")
+    if not HOST.fullmatch(host):
         mistakes.append(f"host={shortened(host)!r} is not a host; write an address such as 127.0.0.1, or a name")
-    elif host not in _LOOPBACK and user is None:
+    elif host not in LOOPBACK and user is None:
         mistakes.append(
             f"host={host} is reachable from other machines, but no password is set; add --auth USER, or omit --host"
         )
@@ -101,7 +98,7 @@ def _check(port: str | None, host: str, user: str | None, allow: Sequence[Path])
     for folder in allow:
         if not Path(os.path.expanduser(folder)).is_dir():
             mistakes.append(f"allow={shortened(str(folder))!r} is not a folder; give an existing one")
-    return (number or None), mistakes
+    return number, mistakes
 
 
 def _uploads(runs_dir: Path) -> Path:
@@ -129,40 +126,3 @@ def _password(user: str | None) -> str | None:
     if len(password) < MIN_PASSWORD_LENGTH:
         raise _config_error(f"the password has {len(password)} characters; use {MIN_PASSWORD_LENGTH} or more")
     return password
-
-
-def _listen(host: str, port: int | None) -> socket.socket:
-    """Returns a listening socket, so that no other process takes the port while the pages are built.
-
-    Args:
-        host: address or name.
-        port: None for the default port or the next free one.
-    """
-    family, address = _resolve(host)
-    ports = [port] if port else list(range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED))
-    for number in ports:
-        listening = socket.socket(family, socket.SOCK_STREAM)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listening.bind((address, number))
-            listening.listen(128)
-        except OSError as error:
-            listening.close()
-            if error.errno != errno.EADDRINUSE:
-                raise _config_error(f"host={host} port={number}: {error.strerror}; choose another") from None
-            continue
-        if number != DEFAULT_PORT and not port:
-            say(f"port {DEFAULT_PORT} is in use; using port {number}")
-        return listening
-    if port:
-        raise _config_error(f"port={port} is in use; choose another, or omit --port for a free one")
-    raise _config_error(f"ports {ports[0]} to {ports[-1]} are all in use; choose another with --port")
-
-
-def _resolve(host: str) -> tuple[socket.AddressFamily, str]:
-    try:
-        addresses = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise _config_error(f"host={host}: {error.strerror}; use an address or name of this machine") from None
-    family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, str(address[0])

@@ -18,10 +18,11 @@ from gradio.state_holder import SessionState
 from starlette.testclient import TestClient
 
 from tests.made_runs import made_run
+from trainers.run.web_host import TrustedHosts
 from ui.checked_blocks import CheckedBlocks, is_plain_json, kind_of
 from ui.context import ServerContext
 from ui.gradio_start import MAX_FIELD
-from ui.security import UPLOAD_PATH, Guard, TrustedHosts
+from ui.security import UPLOAD_PATH, Guard
 from ui.server import asgi
 
 JSON = {"Content-Type": "application/json"}

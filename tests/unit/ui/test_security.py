@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from app.cli import run_verb
-from app.commands.ui import DEFAULT_PORT, _listen
+from app.commands.ui import DEFAULT_PORT
+from app.services.listening import listen
+from trainers.run.web_host import TrustedHosts, bracketed
 from ui.security import (
     HEADERS,
     MAX_BODY,
@@ -25,8 +27,6 @@ from ui.security import (
     Password,
     Throttle,
     ThrottledLogin,
-    TrustedHosts,
-    bracketed,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -390,11 +390,11 @@ def test_a_short_password_is_refused(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_the_next_free_port_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    with _listen("127.0.0.1", None) as first, _listen("127.0.0.1", None) as second:
+    with listen("127.0.0.1", None, DEFAULT_PORT) as first, listen("127.0.0.1", None, DEFAULT_PORT) as second:
         ports = [one.getsockname()[1] for one in (first, second)]
         assert DEFAULT_PORT <= ports[0] < ports[1]
         with pytest.raises(ValueError, match=f"port={ports[0]} is in use"):
-            _listen("127.0.0.1", ports[0])
+            listen("127.0.0.1", ports[0], DEFAULT_PORT)
     assert f"using port {ports[1]}" in capsys.readouterr().err
 
 
