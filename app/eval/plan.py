@@ -19,12 +19,12 @@ from app.console import shortened
 from app.eval.comparison import Settings
 from app.eval.metrics import LOSS_METRICS
 from app.launch.job import TrainJob, train_job
-from app.runs.runs import config_values, find_run
-from app.services.chat import HUB_ID, weights_of
+from app.runs.runs import config_values
+from app.services.model_names import named_model
 from trainers.config.command_line import option
 from trainers.config.fields import sections
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
-from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, whole_number
 from trainers.run.folder import RunFolder, new_run_id
 from trainers.run.from_run import ADAPTER_CONFIG
@@ -235,25 +235,12 @@ def options_of_folder(folder: Path) -> dict[str, Any]:
 
 def _model(text: str, runs_dir: Path) -> _Model:
     """A model as named on the command line."""
-    name, at, weights = text.rpartition("@")
-    path = Path(text).expanduser()
-    if path.is_dir() and any((path / file).is_file() for file in ("config.json", ADAPTER_CONFIG)):
-        path = path.absolute()
-        exported = path.name == "model" or path.name.startswith("export-")
-        return _Model(f"{path.parent.name}/{path.name}" if exported else path.name, options_of_folder(path))
-    is_hub_id = HUB_ID.fullmatch(text) is not None and not path.exists()
-    if is_hub_id or text == EMBEDDED:
-        return _Model(text, {"model_name_or_path": text, **_FROZEN})
-    run = find_run(name if at else text, runs_dir)
-    choices = weights_of(run)
-    weights = weights if at else next(iter(choices), "")
-    if weights not in choices:
-        held = ", ".join(choices[:8]) or "nothing that can be loaded"
-        raise ConfigError(f"{shortened(text)}: run {run.id} has no weights {shortened(weights)!r}; it has {held}")
-    label = run.id if weights == "model" else f"{run.id}@{weights}"
-    if (run.path / weights).is_dir():
-        return _Model(label, options_of_folder(run.path / weights), run)
-    return _Model(label, {}, run, weights)
+    model = named_model(text, runs_dir)
+    if model.folder is not None:
+        return _Model(model.label, options_of_folder(model.folder), model.run)
+    if model.run is None:
+        return _Model(model.label, {"model_name_or_path": model.label, **_FROZEN})
+    return _Model(model.label, {}, model.run, model.weights)
 
 
 def _base(name: str, models: list[_Model], runs_dir: Path) -> list[_Model]:
