@@ -311,6 +311,49 @@ def chat(
 
 
 @app.command()
+def serve(
+    run: Annotated[
+        str,
+        typer.Argument(metavar="RUN", help="Run, RUN@WEIGHTS (a checkpoint or an export), model folder, or Hub id."),
+    ],
+    port: Annotated[
+        str | None, typer.Option(metavar="<int>", help="Port; 0: any free one; default: 8000 or the next free one.")
+    ] = None,
+    host: Annotated[
+        str,
+        typer.Option(metavar="<address>", help="Address to listen on; others than this machine's need a token."),
+    ] = "127.0.0.1",
+    engine: Annotated[
+        str, typer.Option(metavar="<transformers|vllm>", help="What generates; vllm where it is installed.")
+    ] = "transformers",
+    max_concurrent: Annotated[
+        str | None, typer.Option("--max_concurrent", metavar="<int>", help="Answers at a time; default: 4.")
+    ] = None,
+    max_waiting: Annotated[
+        str | None,
+        typer.Option("--max_waiting", metavar="<int>", help="Requests that may wait; default: 16."),
+    ] = None,
+    max_new_tokens: Annotated[
+        str, typer.Option("--max_new_tokens", metavar="<int>", help="Most tokens of an answer.")
+    ] = "2048",
+    device: Annotated[str, typer.Option(metavar="<auto|cpu|id>", help="GPU id or cpu; auto: a free GPU.")] = "auto",
+    revision: Annotated[
+        str | None, typer.Option(metavar="<name>", help="Branch, tag or commit of a model on the Hub.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust_remote_code", metavar="", help="Allow custom model code from the model's repository."),
+    ] = False,
+    runs_dir: RunsDir = RUNS,
+) -> int:
+    """Serve a run's model to programs that speak the OpenAI chat interface."""
+    from app.commands.serve import Options, serve_verb
+
+    options = Options(port, host, engine, max_concurrent, max_waiting, max_new_tokens, device, revision)
+    return serve_verb(run, runs_dir, options, trust_remote_code)
+
+
+@app.command()
 def presets(json: Json = False) -> int:
     """List the available presets."""
     from app.commands.runs import presets_verb

@@ -243,10 +243,7 @@ class Chats:
         if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > 1000:
             raise ConfigError("no run is selected; choose one, or enter a base model such as `embedded`")
         device = str(device or "auto")
-        if device not in ("auto", "cpu") and not re.fullmatch(r"[0-9]{1,3}", device, re.ASCII):
-            raise ConfigError(f"device={shortened(device)!r} is unknown; use auto, cpu or the index of a GPU")
-        if revision and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
-            raise ConfigError(f"revision={shortened(str(revision))!r} is not a branch, tag or commit; omit it")
+        check_device(device, revision)
         run = None if self._is_model(name) else self._run(name)
         if run is None:
             if weights:
@@ -312,7 +309,7 @@ class Chats:
 
     def _load(self, target: Target) -> Iterator[str]:
         yield self._set_stage("starting a process")
-        gpu, lock = _take_gpu(target)
+        gpu, lock = take_gpu(target.device, f"chat with {target.name}")
         worker = None
         try:
             visible = {"CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else ""}
@@ -446,21 +443,41 @@ class Chats:
         }
 
 
-def _take_gpu(target: Target) -> tuple[Gpu | None, HeldSlots | None]:
-    """Locks the first free GPU that the target allows; `(None, None)` for the CPU, which needs no lock.
+def check_device(device: str, revision: Any) -> None:
+    """Checks where a model is to run, and which revision of it.
+
+    Args:
+        device: `auto`, `cpu` or a GPU's index.
+        revision: branch, tag or commit of a model on the Hub; None or empty for none.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if device not in ("auto", "cpu") and not re.fullmatch(r"[0-9]{1,3}", device, re.ASCII):
+        raise ConfigError(f"device={shortened(device)!r} is unknown; use auto, cpu or the index of a GPU")
+    if revision and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
+        raise ConfigError(f"revision={shortened(str(revision))!r} is not a branch, tag or commit; omit it")
+
+
+def take_gpu(device: str, purpose: str) -> tuple[Gpu | None, HeldSlots | None]:
+    """Locks the first free GPU that a request allows; `(None, None)` for the CPU, which needs no lock.
+
+    Args:
+        device: `auto`, `cpu` or a GPU's index.
+        purpose: what others see as its holder, such as `chat with RUN`.
 
     Raises:
         ConfigError: when all of them are held or queued for, or there is no such GPU.
     """
-    gpus = find_gpus() if target.device != "cpu" else []
-    candidates = [gpu for gpu in gpus if target.device in ("auto", str(gpu.index))]
-    if not candidates and target.device not in ("auto", "cpu"):
+    gpus = find_gpus() if device != "cpu" else []
+    candidates = [gpu for gpu in gpus if device in ("auto", str(gpu.index))]
+    if not candidates and device not in ("auto", "cpu"):
         available = ", ".join(str(gpu.index) for gpu in gpus) or "none"
-        raise ConfigError(f"device={target.device}: there is no such GPU (available: {available}); use auto or cpu")
+        raise ConfigError(f"device={device}: there is no such GPU (available: {available}); use auto or cpu")
     for gpu in candidates:
         with contextlib.suppress(ConfigError):
-            return gpu, take_now(Need((gpu.uuid,)), Holder(f"chat with {target.name}"))
+            return gpu, take_now(Need((gpu.uuid,)), Holder(purpose))
     if candidates:
         holder = who_has(Need(tuple(gpu.uuid for gpu in candidates))) or "queued runs wait for it"
-        raise ConfigError(f"no GPU is free for the chat: {holder}; wait, stop that run, or use device cpu")
+        raise ConfigError(f"no GPU is free to {purpose}: {holder}; wait, stop that run, or use device cpu")
     return None, None

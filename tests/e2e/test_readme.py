@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shlex
@@ -15,7 +16,7 @@ import pytest
 
 from app.runs.runs import true_state
 from tests.e2e.test_commands import OPTIONS, TUNESMITH, start, steps_of, tunesmith, wait_for
-from tests.launching import ROOT, SCRIPT, environment, free_port, launch
+from tests.launching import ROOT, SCRIPT, environment, free_port, launch, launch_well
 from trainers.run.folder import RunFolder
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +33,7 @@ SWEEPING = [line for line in COMMANDS if line.startswith("tunesmith sweep")]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 CHECKING = [line for line in COMMANDS if line.startswith("tunesmith doctor")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
+MODEL_SERVING = [line for line in COMMANDS if line.startswith("tunesmith serve")]
 SHORT = "--max_steps 2 --quiet"
 
 
@@ -41,7 +43,7 @@ def test_the_pages_have_these_commands() -> None:
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
         "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan",
-        "doctor", "sweep", "eval", "push",
+        "doctor", "sweep", "eval", "push", "serve",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
     assert len(ELSEWHERE) == 3
@@ -134,7 +136,7 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     own_data(tmp_path, 8)
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    others = [*TRAINING, *MACHINES, *SWEEPING, *PROVING, *PLANNING, *CHECKING, *SERVING]
+    others = [*TRAINING, *MACHINES, *SWEEPING, *PROVING, *PLANNING, *CHECKING, *SERVING, *MODEL_SERVING]
     lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in others]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
@@ -165,6 +167,37 @@ def test_the_pages_are_served(tmp_path: Path) -> None:
         assert program.wait(timeout=400) == 0
     finally:
         program.kill()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("home")
+def test_models_are_served(tmp_path: Path) -> None:
+    """A run's export and its checkpoint, one after the other; one line needs vLLM, and is refused without it."""
+    run = RunFolder(tmp_path / "runs" / "RUN")
+    launch_well(run.path, 1, {"preset": "tiny-lora", "max_steps": 2, "eval_dataset_name": "none"})
+    token, names = "token-of-the-test", []
+    for line in MODEL_SERVING:
+        words = [*TUNESMITH, *shlex.split(line.replace("step-00000100", "step-00000002"))[1:], "--port", "0"]
+        env = environment(PYTHONPATH=str(ROOT), TUNESMITH_SERVE_TOKEN=token, CUDA_VISIBLE_DEVICES="")
+        program = subprocess.Popen(
+            words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert program.stdout
+        assert program.stderr
+        try:
+            if "vllm" in line and importlib.util.find_spec("vllm") is None:
+                assert "engine=vllm is not installed" in program.communicate(timeout=300)[1]
+                assert program.returncode == 2
+                continue
+            url = program.stdout.readline().strip()
+            asked = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {token}"})  # noqa: S310
+            with urllib.request.urlopen(asked, timeout=300) as answer:  # noqa: S310 - its own address
+                names += [model["id"] for model in json.load(answer)["data"]]
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(timeout=300) == 0
+        finally:
+            program.kill()
+    assert names[:2] == ["RUN", "RUN@step-00000002"]
 
 
 @pytest.mark.parametrize("line", PLANNING)

@@ -177,18 +177,19 @@ class Encoder:
 
     # -- conversations
 
-    def render(self, messages: list[Message], prompt: bool = False) -> str:
-        """Renders a conversation as text, within limits of time and memory.
+    def render(self, messages: list[Message], prompt: bool = False, variables: Mapping[str, Any] | None = None) -> str:
+        """Renders a conversation as text, within limits of time and memory; `variables`: what else the template gets.
 
         Raises:
             RowError: if the template refuses these messages.
             ConfigError: if it does not terminate, or takes too much memory.
         """
         with memory_limit(RENDER_BYTES):
-            return self._apply(messages, prompt)[0]
+            return self._apply(messages, prompt, variables=variables)[0]
 
     @cached_property
-    def _probe(self) -> TemplateProbe:
+    def probe(self) -> TemplateProbe:
+        """What the chat template does with short conversations."""
         return TemplateProbe(self._apply, self.options.chat_template or "", self.options.turn_ends, self.options.stops)
 
     @cached_property
@@ -255,8 +256,8 @@ class Encoder:
         text, spans = rendered.text, rendered.spans
         trained = "".join(text[start:end] for start, end in spans)
         lines += [f"  text:    {tail(text)}", f"  trained: {tail(trained)}"]
-        stop = next((token for token in self._probe.stop_tokens if trained.rstrip().endswith(token)), None)
-        if stop is None and not self._probe.stops(text, spans[-1][1]):
+        stop = next((token for token in self.probe.stop_tokens if trained.rstrip().endswith(token)), None)
+        if stop is None and not self.probe.stops(text, spans[-1][1]):
             lines.append(
                 "warning: no stop token is trained, so the model will not learn to end its reply: the template writes "
                 "none after a last reply; give --chat_template FILE that does"
@@ -277,7 +278,7 @@ class Encoder:
         _refuse_empty(messages, trained)
         text, marked = self._apply(messages, marked=self.markers, variables=variables)
         self._refuse_lost(messages, trained, text, variables)
-        finder = ReplySpans(self._probe, self.options.turn_ends, self.options.thoughts == "train_empty", variables)
+        finder = ReplySpans(self.probe, self.options.turn_ends, self.options.thoughts == "train_empty", variables)
         spans = finder.marked(text, marked, messages) if self.markers else finder.by_turns(text, messages, trained)
         trained_spans = [span for index in trained for span in finder.generated(text, spans[index], messages, index)]
         return _Rendered(text, trained_spans, self._unused(document, messages, variables))
@@ -288,7 +289,7 @@ class Encoder:
             rendered = self._render_chat(document)
             return replace(rendered, text=rendered.text[: rendered.spans[-1][0]], spans=[], unanswered=True)
         except RowError:
-            if not self._probe.prompt_opens_thought:  # which the stand-in does not go on with, but the model does
+            if not self.probe.prompt_opens_thought:  # which the stand-in does not go on with, but the model does
                 raise
         messages, trained, variables = self._placed(document)
         before, replies = messages[:-1], trained[:-1]
@@ -298,8 +299,8 @@ class Encoder:
 
     def _placed(self, document: Document) -> tuple[list[Message], list[int], dict[str, Any]]:
         """Messages with roles and thoughts as the template writes them, those that are trained, and its variables."""
-        known = map(self._probe.place_role, document.messages)
-        messages = [self._probe.place_thought(message, self.options.thoughts) for message in known]
+        known = map(self.probe.place_role, document.messages)
+        messages = [self.probe.place_thought(message, self.options.thoughts) for message in known]
         replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         trained = [index for index in replies if index >= document.untrained and index not in document.left_out]
         variables = dict(document.variables)
@@ -311,11 +312,11 @@ class Encoder:
         """Paths of the fields of a row that nothing uses, those that the chat template gets included."""
         unused = [*document.unused]
         if document.optional:
-            keys = self._probe.left_out(messages, variables).keys
+            keys = self.probe.left_out(messages, variables).keys
             unused += [path for path, key in document.optional.items() if key in keys]
         if "tools" in document.variables:
-            unused += self._probe.unread_in_tools(document.variables["tools"])
-        options = [name for name in document.variables if name != "tools" and name not in self._probe.variables]
+            unused += self.probe.unread_in_tools(document.variables["tools"])
+        options = [name for name in document.variables if name != "tools" and name not in self.probe.variables]
         return (*unused, *(f"chat_template_kwargs.{name}" for name in options))
 
     def _refuse_unwritten(self, document: Document) -> None:
@@ -326,7 +327,7 @@ class Encoder:
         """
         calls = any(message.get("tool_calls") for message in document.messages)
         for name, present in (("tools", "tools" in document.variables), ("tool_calls", calls)):
-            if present and not self._probe.mentions(name):
+            if present and not self.probe.mentions(name):
                 raise RowError(
                     "chat template", f"it does not render {name}; give --chat_template FILE that writes them"
                 )
@@ -346,7 +347,7 @@ class Encoder:
         """
         lost = [
             (index, element)
-            for index, element in self._probe.left_out(messages, variables).elements
+            for index, element in self.probe.left_out(messages, variables).elements
             if element != "thought" or index in trained
         ]
         lost += [(index, "content") for index in missing(messages, trained, text)]
@@ -355,7 +356,7 @@ class Encoder:
                 raise RowError("chat template", f"it leaves out tools[{index}]; {_OTHER_TEMPLATE}")
             content = messages[index]["content"] if element == "content" else ""
             tagged = "</think>" in content and self.options.thoughts != "drop"
-            thought = element == "thought" or (tagged and self._probe.thought_in(content) is not None)
+            thought = element == "thought" or (tagged and self.probe.thought_in(content) is not None)
             descriptions = {"thought": "the thought of ", "tool call": "a tool call of "}
             description = (
                 descriptions["thought"]
@@ -365,7 +366,7 @@ class Encoder:
                 else descriptions.get(element, "")
             )
             # Where the prompt opens a thought, a reply without one is refused as well.
-            droppable = thought and (self.markers or not self._probe.prompt_opens_thought)
+            droppable = thought and (self.markers or not self.probe.prompt_opens_thought)
             remedy = "set thoughts=drop to train without it, or " if droppable else ""
             detail = f"it leaves out {description}{name_message(messages, index)}; {remedy}{_OTHER_TEMPLATE}"
             raise RowError("chat template", detail)

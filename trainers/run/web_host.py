@@ -14,6 +14,10 @@ from typing import Any
 
 Scope = MutableMapping[str, Any]
 
+SERVE_TOKEN = "TUNESMITH_SERVE_TOKEN"  # noqa: S105
+"""Environment variable with the token that clients of `tunesmith serve` must send."""
+SERVED_HOST = "TUNESMITH_SERVE_HOST"
+"""Environment variable with the host that a model's server is bound to."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Hosts that only this machine reaches."""
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::[0-9]{1,5})?")

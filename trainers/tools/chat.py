@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import date
 from pathlib import Path
@@ -31,6 +31,8 @@ from trainers.model.load import compute_dtype, load_base, model_path
 from trainers.model.lora import add_adapters
 from trainers.model.rope_scaling import position_limit
 from trainers.run.folder import RunFolder
+from trainers.run.from_run import resolve_request
+from trainers.run.lineage import read_export
 from trainers.run.manifest import verify
 from trainers.tools.rpc_server import serve
 
@@ -87,12 +89,15 @@ class Models:
             return self.tuned, self.tuned.disable_adapter()
         return (self.base if name == "base" else self.tuned), nullcontext()
 
-    def prompt(self, messages: list[dict[str, str]], plain: bool) -> list[int]:
+    def prompt(
+        self, messages: list[dict[str, Any]], plain: bool, variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
         """Tokens of a conversation, ready for generation.
 
         Args:
             messages: with `role` and `content`.
             plain: join the messages as plain text; always the case if the tokenizer has no chat template.
+            variables: what the chat template gets besides, such as `tools`.
 
         Raises:
             ConfigError: if the chat template refuses them or does not terminate, or they do not fit the context.
@@ -101,7 +106,7 @@ class Models:
             text = "\n".join(message["content"] for message in messages)
             ids = [*self.encoder.options.prefix, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         else:
-            ids = self.tokenizer(self._rendered(messages), add_special_tokens=False)["input_ids"]
+            ids = self.tokenizer(self._rendered(messages, variables), add_special_tokens=False)["input_ids"]
         if self.context is not None and len(ids) >= self.context:
             raise ConfigError(
                 f"the conversation has {len(ids):,} tokens and the model's context holds {self.context:,}; "
@@ -111,9 +116,9 @@ class Models:
             raise ConfigError("there is nothing to answer; write a message")
         return ids
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None) -> str:
         try:
-            return self.encoder.render(messages, prompt=True)
+            return self.encoder.render(messages, prompt=True, variables=variables)
         except RowError as error:
             raise ConfigError(f"chat template: {error}; leave out the system prompt, or complete plain text") from None
 
@@ -121,11 +126,24 @@ class Models:
 # -- loading ---------------------------------------------------------------------------------------------------------
 
 
-def _read(config: TrainConfig, request: dict[str, Any]) -> Generator[dict[str, Any], None, tuple[Any, Any]]:
-    """Reads the models on the CPU, yielding each stage; returns `base` and `tuned` as `Models` takes them."""
+def read_models(
+    config: TrainConfig, request: dict[str, Any], with_base: bool = True
+) -> Generator[dict[str, Any], None, tuple[Any, Any]]:
+    """Reads the models on the CPU, yielding each stage; returns `base` and `tuned` as `Models` takes them.
+
+    Args:
+        config: of `request_config`.
+        request: see `Chat.load`; or `adapter`, a folder of one.
+        with_base: whether the base of a fully fine-tuned model is read too.
+
+    Raises:
+        ConfigError: if files are missing, damaged or of another model.
+    """
     run_dir = request.get("run_dir")
     weights = _weights(RunFolder(run_dir), str(request["weights"])) if run_dir else None
     yield {"loading": f"reading {config.model_name_or_path}"}
+    if request.get("adapter"):
+        return None, _exported_adapter(config, Path(request["adapter"]))
     if weights is None:
         return load_base(_frozen(config)), None
     if not _is_checkpoint(weights) and any((weights / name).exists() for name in _ADAPTER):
@@ -138,13 +156,17 @@ def _read(config: TrainConfig, request: dict[str, Any]) -> Generator[dict[str, A
         yield {"loading": f"reading the adapter of {weights.name}"}
         _fill(tuned, weights)
         return None, tuned
-    base = load_base(_frozen(config)).to(compute_dtype(config))
+    base = load_base(_frozen(config)).to(compute_dtype(config)) if with_base else None
     yield {"loading": f"reading {weights.name}"}
     return base, _full_model(config, weights)
 
 
-def _config(request: dict[str, Any]) -> TrainConfig:
-    """The run's config, or one for a base model alone; model code runs only if both config and request allow it."""
+def request_config(request: dict[str, Any]) -> TrainConfig:
+    """The run's config, or one for a model alone; model code runs only if both config and request allow it.
+
+    Raises:
+        ConfigError: if the request names what cannot answer.
+    """
     if request.get("run_dir"):
         config = Request(config=str(RunFolder(request["run_dir"]).config)).resolve()
         if config.objective_spec.scalar_head:
@@ -158,13 +180,17 @@ def _config(request: dict[str, Any]) -> TrainConfig:
             config = config.model_copy(update={"from_run": str(weights)})
     else:
         bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-        config = TrainConfig(
-            model_name_or_path=request["model"],
-            model_revision=request.get("revision"),
-            dataset_name=EMBEDDED,
-            packing=False,
-            mixed_precision="bf16" if bf16 else "no",
-        )
+        alone: dict[str, Any] = {
+            "dataset_name": EMBEDDED,
+            "packing": False,
+            "mixed_precision": "bf16" if bf16 else "no",
+        }
+        if adapter := request.get("adapter"):
+            method = read_export(Path(adapter))[0].get("method", "lora")
+            config = resolve_request(Request(options={**alone, "from_run": adapter, "method": method}))
+        else:
+            model: dict[str, Any] = {"model_name_or_path": request["model"], "model_revision": request.get("revision")}
+            config = TrainConfig(**alone, **model)
         remote_code = bool(request.get("remote_code"))
     # fp16 matrix products are slow on a CPU, or unsupported.
     slow = config.mixed_precision == "fp16" and not torch.cuda.is_available()
@@ -302,9 +328,9 @@ class Chat:
         Raises:
             ConfigError: if files are missing, damaged or of another model, or memory is insufficient.
         """
-        started, config = time.monotonic(), _config(request)
+        started, config = time.monotonic(), request_config(request)
         try:
-            base, tuned = yield from _read(config, request)
+            base, tuned = yield from read_models(config, request)
             yield {"loading": "moving to the GPU" if torch.cuda.is_available() else "getting ready"}
             self.models = models = Models(config, base, tuned)
         except torch.OutOfMemoryError:

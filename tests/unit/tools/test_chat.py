@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from trainers.data import template
 from trainers.embedded import BASE_DIR
 from trainers.model.load import load_base
 from trainers.tools.chat import Chat, Models, sampling_options
+from trainers.tools.serve import Settings, _concurrent, _load
+from trainers.tools.serve_generation import Finished, ServedModel
+from trainers.tools.serve_requests import ApiError, Sampling
 
 ASKED = [{"role": "user", "content": "title: Sea; city: Rome; author: Bo; year: 1999. Write it as JSON."}]
 GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 40, "repetition_penalty": 1.0, "seed": 1}
@@ -84,6 +88,57 @@ def test_both_sides_answer_as_plain_transformers_does(trained: dict[str, Path], 
     tuned = plainly(exported(trained[method] / "model"))
     assert tuned != base, "the control: five steps change the answer"
     assert [ask(chat, side) for side in ("base", "tuned", "base")] == [base, tuned, base]
+
+
+def served(request: dict[str, Any]) -> ServedModel:
+    """What `tunesmith serve` loads."""
+    model = _load(Settings("any", {**request, "remote_code": False}, "127.0.0.1", -1, None, 0, 200))
+    assert isinstance(model, ServedModel)
+    return model
+
+
+def generated(model: ServedModel, max_tokens: int = GREEDY["max_new_tokens"]) -> str:
+    """Its greedy answer."""
+    events: list[Any] = []
+    model.start(model.prompt(ASKED, []), Sampling(max_tokens, 0.0, 1.0, None, ()), events.append).join()
+    assert isinstance(events[-1], Finished), events[-1]
+    return "".join(events[:-1])
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_a_server_answers_with_the_weights_that_it_is_given(trained: dict[str, Path], method: str) -> None:
+    """An export, a checkpoint, and the folder of an export that is taken for itself."""
+    run, folder = {"run_dir": str(trained[method])}, trained[method] / "model"
+    alone = {"adapter" if method == "lora" else "model": str(folder)}
+    models = [served(request) for request in ({**run, "weights": "model"}, {**run, "weights": STEP}, alone)]
+    assert [generated(model) for model in models] == 3 * [plainly(exported(folder))]
+    assert all(model.models.base is None for model in models[:2]), "no second model in memory"
+
+
+def test_a_rope_scaling_with_a_state_allows_one_answer_at_a_time() -> None:
+    model = served({"model": "embedded"})
+    assert (model.most_concurrent, _concurrent(None, None), _concurrent(9, None)) == (None, 4, 9)
+    model.model.config.rope_parameters = {**model.model.config.rope_parameters, "rope_type": "dynamic"}
+    assert (model.most_concurrent, _concurrent(None, 1), _concurrent(1, 1)) == (1, 1, 1)
+    with pytest.raises(ConfigError, match="max_concurrent=2 is too many"):
+        _concurrent(2, 1)
+
+
+def test_tools_go_to_a_chat_template_that_knows_them() -> None:
+    model, tools = served({"model": "embedded"}), [{"type": "function", "function": {"name": "weather"}}]
+    with pytest.raises(ApiError, match="knows no tools"):
+        model.prompt(ASKED, tools)
+    options = model.models.encoder.options
+    list_of_tools = "{%- for tool in tools or [] -%}{{ tool['function']['name'] }} {% endfor -%}"
+    written = list_of_tools + (options.chat_template or "")
+    model.models.encoder = template.Encoder(
+        model.models.tokenizer.backend_tokenizer, replace(options, chat_template=written)
+    )
+    before, after = model.prompt(ASKED, []), model.prompt(ASKED, tools)
+    assert model.models.tokenizer.decode(after).replace("weather ", "") == model.models.tokenizer.decode(before)
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": {}}}
+    with pytest.raises(ApiError, match="knows no tool_calls"):
+        model.prompt([*ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}], tools)
 
 
 def test_an_adapter_shares_its_base_and_other_weights_answer_otherwise(

@@ -239,7 +239,7 @@ def test_its_gpu_is_held_while_it_is_loaded(chats: Chats, monkeypatch: pytest.Mo
     list(chats.open(chats.target("embedded")))
     assert holders()[GPU.uuid]["run"] == "chat with embedded"
     second = Chats(chats.runs_dir)
-    with pytest.raises(ConfigError, match=r"no GPU is free for the chat: .*held by chat with embedded"):
+    with pytest.raises(ConfigError, match=r"no GPU is free to chat with embedded: .*held by chat with embedded"):
         list(second.open(second.target("embedded")))
     with pytest.raises(ConfigError, match="there is no such GPU"):
         list(second.open(second.target("embedded", device="7")))

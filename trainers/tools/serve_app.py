@@ -1,0 +1,308 @@
+"""The OpenAI interface of one model, as an ASGI app. Imports no torch.
+
+transformers has a server of its own (`transformers serve`), which is not used: it loads whatever model a request names,
+from the Hub too, but no run whose adapters stand on a changed base (`from_run`, RoPE scaling, new tokens) nor a
+checkpoint; it has a route that loads models and one that frees them, no token, no check of the host and no limits; it
+seeds the one generator of the process, so that answers drawn side by side depend on each other; and it includes the
+stop text in the answer. What it would save is this file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import json
+import secrets
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from trainers.run.web_host import Scope, header_values
+from trainers.tools.host_guard import Receive, Send, send_json
+from trainers.tools.serve_requests import ApiError, ChatRequest, Sampling, parse_request
+
+MAX_BODY = 8 << 20
+"""Most bytes of a request."""
+_MOST_READ = 4 * MAX_BODY
+"""Bytes up to which a request is read to its end, as a client that still sends may not see why it is refused."""
+BODY_SECONDS = 30.0
+"""Seconds in which a request must have arrived."""
+SEND_SECONDS = 60.0
+"""Seconds after which a client that reads nothing is given up."""
+_MODELS, _CHAT = "/v1/models", "/v1/chat/completions"
+
+
+class Answerer(Protocol):
+    """What the app asks of a model; see `trainers.tools.serve_generation.ServedModel`."""
+
+    ceiling: int
+
+    def prompt(self, messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
+        """Token ids of a conversation."""
+
+    def start(self, prompt: Sequence[int], sampling: Sampling, on_event: Callable[[Any], None]) -> Any:
+        """Starts to generate; has `stop` and `join`."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is done at a time.
+
+    Args:
+        concurrent: answers that are generated at a time.
+        waiting: requests that may wait for their turn; more are refused with status 429.
+    """
+
+    concurrent: int
+    waiting: int
+
+
+class ServeApp:
+    """Answers `GET /v1/models` and `POST /v1/chat/completions` for one model.
+
+    Args:
+        model: the model.
+        name: its name; requests for another one are refused.
+        limits: how much is done at a time.
+        token: what clients must send as `Authorization: Bearer`; None for none.
+    """
+
+    def __init__(self, model: Answerer, name: str, limits: Limits, token: str | None):
+        self.model = model
+        self.name = name
+        self.limits = limits
+        self._token = None if token is None else _digest(token)
+        self._turns = asyncio.Semaphore(limits.concurrent)
+        self._waiting = 0
+        self._created = int(time.time())
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            self._check_token(scope)
+            path, method = scope["path"].rstrip("/"), scope["method"]
+            if path == _CHAT and method == "POST":
+                await self._chat(scope, receive, send)
+            elif path == _MODELS and method == "GET":
+                await send_json(send, 200, {"object": "list", "data": [self._card()]})
+            elif path.startswith(_MODELS + "/") and method == "GET":
+                self._check_model(path.removeprefix(_MODELS + "/"))
+                await send_json(send, 200, self._card())
+            elif path in (_CHAT, _MODELS):
+                raise ApiError(405, f"{method} is not for {path}")
+            else:
+                raise ApiError(404, f"there is no {quote(path[:100])}; this server has {_MODELS} and {_CHAT}")
+        except ApiError as error:
+            await send_json(send, error.status, error.document(), error.headers)
+        except (TimeoutError, _ClientGone):
+            return
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "tunesmith"}
+
+    def _check_token(self, scope: Scope) -> None:
+        if self._token is None:
+            return
+        sent = header_values(scope, b"authorization")
+        scheme, _, token = sent[0].partition(" ") if len(sent) == 1 else ("", "", "")
+        if not hmac.compare_digest(_digest(token.strip()), self._token) or scheme.lower() != "bearer":
+            problem = "wrong token; send TUNESMITH_SERVE_TOKEN of the server as the API key"
+            raise ApiError(401, problem, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+
+    def _check_model(self, name: str) -> None:
+        if name != self.name:
+            problem = f"the model {name[:200]!r} does not exist; this server has {self.name!r} alone"
+            raise ApiError(404, problem, "model", "model_not_found")
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._refuse_if_full()
+        request = parse_request(await _body(scope, receive))
+        self._check_model(request.model)
+        sampling = request.sampling(self.model.ceiling)
+        prompt = self.model.prompt(request.conversation(), request.offered_tools())
+        answer = _Answer(self.name, request, len(prompt), send)
+
+        async def respond() -> None:
+            async with self._turn(), self._events(prompt, sampling) as events:
+                await (answer.stream(events) if request.stream else answer.complete(events))
+
+        await _while_connected(receive, respond())
+
+    def _refuse_if_full(self) -> None:
+        """Raises ApiError with status 429 if too many wait already."""
+        if self._turns.locked() and self._waiting >= self.limits.waiting:
+            problem = f"{self.limits.concurrent} answers are generated and {self._waiting} requests wait; try again"
+            raise ApiError(429, problem, code="rate_limit_exceeded", headers={"retry-after": "1"})
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        """Waits until an answer may be generated."""
+        self._refuse_if_full()
+        self._waiting += 1
+        try:
+            await self._turns.acquire()
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._turns.release()
+
+    @asynccontextmanager
+    async def _events(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[AsyncIterator[Any]]:
+        """The events of an answer, whose generation ends with the block."""
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def put(event: Any) -> None:
+            with suppress(RuntimeError):  # the server has ended
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+
+        async def events() -> AsyncIterator[Any]:
+            while True:
+                event = await queue.get()
+                if isinstance(event, ApiError):
+                    raise event
+                if isinstance(event, Exception):
+                    print(f"error: {type(event).__name__}: {event}", file=sys.stderr, flush=True)
+                    raise ApiError(500, "the model failed; the server's terminal says why")
+                yield event
+                if not isinstance(event, str):
+                    return
+
+        generation = self.model.start(prompt, sampling, put)
+        try:
+            yield events()
+        finally:
+            generation.stop()
+            # The turn is over when the thread is: otherwise more would run at a time than the limit says.
+            await asyncio.shield(asyncio.to_thread(generation.join))
+
+
+class _Answer:
+    """Sends an answer in either form.
+
+    Args:
+        name: the model's name.
+        request: the request.
+        prompt_tokens: tokens of its conversation.
+        send: sends messages to the client.
+    """
+
+    def __init__(self, name: str, request: ChatRequest, prompt_tokens: int, send: Send):
+        self._shared = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
+        options = request.stream_options
+        self._with_usage = options is not None and options.include_usage
+        self._prompt_tokens = prompt_tokens
+        self._send = send
+
+    async def complete(self, events: AsyncIterator[Any]) -> None:
+        """Sends the answer at once."""
+        pieces = [event async for event in events]
+        finished = pieces.pop()
+        message = {"role": "assistant", "content": "".join(pieces), "refusal": None}
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finished.reason}
+        usage = self._usage(finished.tokens)
+        await send_json(self._send, 200, {**self._shared, "object": "chat.completion", "choices": [choice],
+                                          "usage": usage})  # fmt: skip
+
+    async def stream(self, events: AsyncIterator[Any]) -> None:
+        """Sends the answer piece by piece, as server-sent events."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._chunk({"role": "assistant", "content": ""})
+        try:
+            async for event in events:
+                if isinstance(event, str):
+                    await self._chunk({"content": event})
+                    continue
+                await self._chunk({}, event.reason)
+                if self._with_usage:
+                    await self._event({**self._head(), "choices": [], "usage": self._usage(event.tokens)})
+        except ApiError as error:  # the status is sent already
+            await self._event(error.document())
+        await self._write(b"data: [DONE]\n\n")
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def _head(self) -> dict[str, Any]:
+        return {**self._shared, "object": "chat.completion.chunk"}
+
+    def _usage(self, tokens: int) -> dict[str, int]:
+        total = self._prompt_tokens + tokens
+        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+
+    async def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> None:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+        await self._event({**self._head(), "choices": [choice], **({"usage": None} if self._with_usage else {})})
+
+    async def _event(self, document: dict[str, Any]) -> None:
+        await self._write(b"data: " + json.dumps(document, ensure_ascii=False).encode() + b"\n\n")
+
+    async def _write(self, data: bytes) -> None:
+        async with asyncio.timeout(SEND_SECONDS):
+            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+class _ClientGone(Exception):
+    """The client has closed its connection."""
+
+
+async def _body(scope: Scope, receive: Receive) -> bytes:
+    """The body of a request.
+
+    Raises:
+        ApiError: if it is too large, no JSON, or does not arrive.
+        _ClientGone: if the client leaves.
+    """
+    kinds = header_values(scope, b"content-type")
+    # A page of another site can send text without asking first, but no JSON.
+    if len(kinds) != 1 or kinds[0].partition(";")[0].strip().lower() != "application/json":
+        raise ApiError(415, "the body is not application/json; send that Content-Type")
+    too_large = ApiError(413, f"the request is larger than {MAX_BODY:,} bytes", headers={"connection": "close"})
+    length = "".join(header_values(scope, b"content-length"))
+    if length.isascii() and length.isdigit() and int(length[:20]) > _MOST_READ:
+        raise too_large
+    body, size, more = bytearray(), 0, True
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            while more and size <= _MOST_READ:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _ClientGone
+                size += len(message.get("body", b""))
+                if size <= MAX_BODY:
+                    body += message.get("body", b"")
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise ApiError(408, f"the request did not arrive within {BODY_SECONDS:g} s", headers={"connection": "close"}) \
+            from None  # fmt: skip
+    if size > MAX_BODY:
+        raise too_large
+    return bytes(body)
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does the work, and cancels it when the client goes away."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _digest(text: str) -> bytes:
+    """Of equal length for all tokens, so that comparing takes the same time for all."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
