@@ -88,7 +88,7 @@ def _no_export(run: RunFolder, weights: str, choices: list[str]) -> str:
     problem = f"run {run.id} is {state} and has no finished export" if weights == "model" else (
         f"run {run.id} has no export {shortened(weights)!r}"
     )  # fmt: skip
-    if exports:
+    if exports and weights not in checkpoints:
         return f"{problem}; push {run.id}@{exports[0]}"
     if not checkpoints:
         return f"{problem}, nor a checkpoint to export; let it train"

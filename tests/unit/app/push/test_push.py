@@ -349,3 +349,11 @@ def test_what_cannot_be_pushed_is_refused(
     assert push(*words) == 2
     _one_error(capsys, sentence)
     assert hub.requests == []
+
+
+def test_a_checkpoint_is_exported_first(hub: ReceivingHub, run: RunFolder, push: Push, capsys: Any) -> None:
+    add_checkpoint(run, 20)
+    assert push("mine@step-00000020", "owner/tuned") == 2
+    _one_error(
+        capsys, "write one with `tunesmith export mine --checkpoint step-00000020 --output DIR`, then `tunesmith"
+    )
