@@ -65,9 +65,10 @@ class Models:
 
     def _ready(self, model: Any) -> None:
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # Only transformers' own kernels support a KV cache, and its fused kernel does not support softcap.
+        # Only transformers' own kernels support a KV cache, and its fused kernel neither softcap nor models like Mamba.
         capped = getattr(inner.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        inner.set_attn_implementation("eager" if capped else "sdpa")
+        fused = not capped and getattr(inner, "_supports_sdpa", False)
+        inner.set_attn_implementation("sdpa" if fused else "eager")
         inner.config.use_cache = True
         ends = inner.generation_config.eos_token_id if inner.generation_config is not None else None
         self.ends |= {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from app.services.rpc_client import Worker
 from tests.launching import launch_well
@@ -122,6 +122,26 @@ def test_a_rope_scaling_with_a_state_allows_one_answer_at_a_time() -> None:
     assert (model.most_concurrent, _concurrent(None, 1), _concurrent(1, 1)) == (1, 1, 1)
     with pytest.raises(ConfigError, match="max_concurrent=2 is too many"):
         _concurrent(2, 1)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma2", "mamba"])
+def test_other_families_draw_as_stock_transformers_does(family: str, tmp_path: Path) -> None:
+    """Random weights without an end: a chat template of ours, and positions, softcap and state of theirs."""
+    folder = Path(shutil.copytree(BASE_DIR, tmp_path / family, ignore=shutil.ignore_patterns("*.safetensors")))
+    sizes = {"gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2}, "mamba": {"hidden_size": 32, "num_hidden_layers": 2}}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 8}
+    sizes["gemma2"] = {**sizes["mamba"], **heads, "intermediate_size": 64}
+    tokens = {"vocab_size": 1024, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 1}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **tokens, **sizes[family])).save_pretrained(folder)
+    model, events = served({"model": str(folder)}), list[Any]()
+    prompt = model.prompt(ASKED, [])
+    model.start(prompt, Sampling(20, 0.9, 0.8, 4, ()), events.append).join()
+    stock, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.tensor([prompt])
+    torch.manual_seed(4)
+    out = stock.generate(ids, do_sample=True, temperature=0.9, top_p=0.8, top_k=0, max_new_tokens=20)
+    expected = model.models.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert "".join(event for event in events if isinstance(event, str)) == expected, events[-1]
 
 
 def test_tools_go_to_a_chat_template_that_knows_them() -> None:
