@@ -390,8 +390,8 @@ def test_ctrl_c_ends_it_without_a_trace(endless: Server) -> None:
         ended(loading)
 
 
-def test_the_token_is_not_in_the_environment_of_the_server(server: Server) -> None:
-    """Nor on its command line, which every user of the machine can read."""
+def test_the_token_is_not_on_the_command_line(server: Server) -> None:
+    """Which every user of the machine can read; nor is it printed."""
     command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
     assert TOKEN.encode() not in command
     assert TOKEN not in "".join(server.lines)
