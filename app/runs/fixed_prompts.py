@@ -73,7 +73,7 @@ def _listed(answers: list[View], after: int) -> list[View]:
         if answer["step"] > after and (number == 0 or number > len(answers) - MOST_STEPS):
             text = answer["text"]
             before = answers[number - 1]["text"] if number else None
-            parts = [(text, False)] if before is None else changes(before, text)
+            parts = [(text, False)] * bool(text) if before is None else changes(before, text)
             listed.append({"step": answer["step"], "ended": answer["ended"], "same": text == before, "parts": parts})
     return listed
 

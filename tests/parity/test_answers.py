@@ -23,6 +23,7 @@ TOKENS = 24
 ANSWERS: dict[str, Any] = {"eval_generate_steps": 4, "eval_generate_prompts": 5, "eval_answer_tokens": TOKENS}
 TIMES = [4, 8, 12, STEPS]
 DROPOUT = {"lora_dropout": 0.3}
+SCHEDULE_FREE = {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}
 FAULT = """
 import trainers.answers
 
@@ -91,8 +92,8 @@ def test_with_dropout_too_unless_answers_leave_something_behind(change: str, tmp
 
 CASES = [
     ("ddp", "lora", {}), ("fsdp1", "full", {}), ("fsdp2", "full", {}), ("hsdp", "lora", {}), ("zero2", "full", {}),
-    ("zero3", "lora", {}), ("fsdp2", "full", {"optim": "schedule_free_adamw"}),
-    ("single", "full", {"gradient_checkpointing": True, "optim": "schedule_free_adamw"}),
+    ("zero3", "lora", {}), ("fsdp2", "full", SCHEDULE_FREE),
+    ("single", "full", {"gradient_checkpointing": True, **SCHEDULE_FREE}),
     ("ddp", "lora", {"load_best_model_at_end": True, "eval_steps": 4}), ("single", "qlora", {}),
 ]  # fmt: skip
 

@@ -118,6 +118,11 @@ def test_texts_stay_as_they_are(run: RunFolder) -> None:
     assert json.loads(json.dumps(view, allow_nan=False))["listed"][0]["parts"][0][0] == hostile
 
 
+def test_an_empty_answer_has_no_parts(run: RunFolder) -> None:
+    write(run, [line(0, 0, ""), line(1, 0, "x"), line(2, 0, "")])
+    assert [each["parts"] for each in prompt_answers(run)["listed"]] == [[], [("x", True)], []]
+
+
 @pytest.mark.parametrize("value", ["1", -1, 1.5, True, 10**20])
 def test_the_prompt_is_a_whole_number(value: object, run: RunFolder) -> None:
     with pytest.raises(ConfigError, match="is not a whole number from 0"):
