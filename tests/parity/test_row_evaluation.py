@@ -84,8 +84,10 @@ def test_text_has_no_answers_and_cut_rows_are_refused(tmp_path: Path) -> None:
     rows = evaluated(tmp_path / "text", "single", **text)
     assert [row["answer"] for row in rows] == [None, None]
     assert all(row["loss"] > 0 and row["tokens"] > 1 for row in rows)
-    refused = launch(tmp_path / "cut", 1, {**OPTIONS, "max_length": 90, "overlong": "truncate"}, strategy="single")
-    assert "rows are longer than max_length=90, so that prompts or expected answers are cut" in refused.output
+    for overlong in ("truncate", "split"):
+        shorter = {**OPTIONS, "max_length": 90, "overlong": overlong}
+        refused = launch(tmp_path / overlong, 1, shorter, strategy="single")
+        assert "rows are longer than max_length=90, so that prompts or expected answers are cut" in refused.output
     for changes in ({"eval_answer_tokens": 100_000}, {"assistant_only_loss": False}):  # no room; nothing but answers
         rows = evaluated(tmp_path / f"{changes}", "single", **changes)
         assert [row["answer"] for row in rows] == [None] * ROWS

@@ -268,6 +268,8 @@ def _evaluation_conflicts(config: TrainConfig) -> list[Mistake]:
         (config.dataset_streaming, "with dataset_streaming: no row is trained", "leave it out"),
         (config.auto_find_batch_size, "with auto_find_batch_size, which starts a training run again",
          "lower per_device_eval_batch_size instead"),
+        (config.torch_compile and config.eval_answer_tokens > 0,
+         "with torch_compile=true: compiled layers do not generate", "leave it out, or set eval_answer_tokens=0"),
     ]  # fmt: skip
     return [Mistake("eval_only", True, problem, remedy) for applies, problem, remedy in rules if applies]
 

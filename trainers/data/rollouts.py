@@ -143,9 +143,10 @@ def check_prompts(config: TrainConfig, documents: TokenSet) -> None:
 
 def refuse_cut_rows(config: TrainConfig, documents: TokenSet) -> None:
     """Raises ConfigError if answers are to be generated to rows whose prompt or expected answer may have been cut."""
-    if config.eval_answer_tokens and documents.report.truncated:
+    cut = documents.report.truncated + documents.report.split_rows
+    if config.eval_answer_tokens and cut:
         raise ConfigError(
-            f"{documents.report.dataset}: {documents.report.truncated:,} rows are longer than max_length="
+            f"{documents.report.dataset}: {cut:,} rows are longer than max_length="
             f"{config.max_length}, so that prompts or expected answers are cut; raise max_length, set overlong=drop, "
             "or generate no answers (eval_answer_tokens=0; `tunesmith eval --answer_tokens 0`)"
         )

@@ -114,6 +114,10 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({**ANSWERED, "objective": "reward"}, "objective=reward with eval_generate_steps=5: its model scores"),
         ({**ANSWERED, "torch_compile": True}, "torch_compile=true with eval_generate_steps=5: compiled layers"),
         ({"eval_generate_steps": -1}, "eval_generate_steps=-1 is refused"),
+        (
+            {**EVALUATED, "eval_only": True, "eval_answer_tokens": 9, "torch_compile": True},
+            "eval_only=true with torch_co",
+        ),
         ({**ANSWERED, "eval_generate_prompts": 0}, "eval_generate_prompts=0 is refused"),
         ({**ANSWERED, "eval_generate_prompts": 101}, "eval_generate_prompts=101 is refused"),
         ({"run_name": "a\nb"}, "run_name='a\\nb' is refused"),
