@@ -39,6 +39,7 @@ from trainers.config.objective_file import read_file, split_objective
 from trainers.config.options import TrainConfig, choice_lines
 from trainers.config.parse import Request, parse_request
 from trainers.config.validation import ignored_choices
+from trainers.run.answers_file import forget_later
 from trainers.run.compatibility import changes_since_save, checkpoint_to_resume
 from trainers.run.device_locks import HeldSlots, Holder, local_need, take_now
 from trainers.run.ending import Ending, Retry
@@ -301,8 +302,7 @@ def train(
         else:
             if config.objective_spec.samples:
                 context.sampler = build_sampler(context, eval_data, loss.base, folder)
-            if config.generates_answers:
-                context.answers = build_answers(context, eval_data, loss.base, progress, folder)
+            context.answers = build_answers(context, eval_data, loss.base, progress, folder)
             outcome = training(context, strategy, progress, folder)
         del backend, loss  # the wrapper must not outlive the process group
         build.tear_down(accelerator, ranks, context)
@@ -365,22 +365,27 @@ def build_sampler(
 
 def build_answers(
     context: TrainContext, evaluation: TokenSet | None, base: Any, progress: Progress, folder: Path | None
-) -> FixedPrompts:  # fmt: skip
-    """What answers the same prompts as training goes on.
+) -> FixedPrompts | None:  # fmt: skip
+    """What answers the same prompts as training goes on; None without `eval_generate_steps`.
+
+    Removes answers of steps that are trained again, in any case: an earlier attempt may have left them.
 
     Args:
         context: the run.
-        evaluation: the evaluation data.
+        evaluation: the evaluation data; None without.
         base: the transformers model.
         progress: where training begins.
         folder: the checkpoint that the run resumes from; None for a new run.
     """
+    config, backend, mesh, ranks, run = context.config, context.backend, context.mesh, context.ranks, context.run
+    if ranks.is_main:
+        forget_later(run.answers, None if folder is None else progress.step)
+    if not config.generates_answers:
+        return None
     from trainers.answers import FixedPrompts
 
     assert evaluation is not None
-    resumed_at = None if folder is None else progress.step
-    config, backend, mesh, ranks, run = context.config, context.backend, context.mesh, context.ranks, context.run
-    return FixedPrompts(config, evaluation, backend, mesh, ranks, run, base, resumed_at)
+    return FixedPrompts(config, evaluation, backend, mesh, ranks, run, base)
 
 
 def export(context: TrainContext, outcome: Outcome) -> Ending:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from app.runs.fixed_prompts import MOST_BYTES
 from app.runs.proofs import proofs
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun
 from app.sweep.space import Axis
@@ -22,6 +23,7 @@ from tests.browser.conftest import SHAPES, TIMEOUT, Served, Tabs, axe, is_whole,
 from tests.forked import Popen
 from tests.made_runs import add_checkpoint, add_proof, log_lines, made_run, proof_document
 from trainers.run import device_locks
+from trainers.run.answers_file import PromptLine, add_answers, begin_answers
 from trainers.run.device_locks import Need
 from trainers.run.folder import Process, RunFolder, write_json
 
@@ -362,11 +364,10 @@ def test_answers_to_a_prompt_are_read_by_step(new_page: Tabs, server: Served) ->
     run = made_run(server.runs_dir, "answered-run", minutes=400)
 
     def write(step: int, *texts: str) -> None:
-        rows = [{"step": step, "row": f"e.jsonl:{number}", "prompt": f"{HOSTILE} {number}?", "expected": "4",
-                 "answer": text, "ended": step < 20} for number, text in enumerate(texts)]  # fmt: skip
-        with open(run.answers, "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        answers = [(f"e.jsonl:{number}", text, step < 20) for number, text in enumerate(texts)]
+        add_answers(run.answers, step, answers)
 
+    begin_answers(run.answers, [PromptLine(f"e.jsonl:{number}", f"{HOSTILE} {number}?", "4") for number in range(2)])
     write(0, "It is 5.", "")
     write(10, f"It is {HOSTILE}.", "So")
     page = new_page("/run?run=answered-run")
@@ -383,6 +384,11 @@ def test_answers_to_a_prompt_are_read_by_step(new_page: Tabs, server: Served) ->
     expect(lines.nth(2)).to_have_text(f"20It is {HOSTILE}. … cut at eval_answer_tokens same as before")
     part.get_by_role("combobox").select_option("2: e.jsonl:1")
     expect(lines).to_have_text(["0empty", "10So", "20So … cut at eval_answer_tokens same as before"])
+    expect(part.get_by_role("status")).not_to_contain_text("older steps")
+    write(25, "x" * MOST_BYTES, "So")  # the window begins within this step
+    write(30, "It is 4.", "Then")
+    expect(lines).to_have_text(["30Then … cut at eval_answer_tokens"], timeout=20_000)
+    expect(part.get_by_role("status")).to_contain_text("Listed are the newest (1); older steps are in answers.jsonl.")
     page = new_page("/run?run=done-run")  # without the option, there is nothing to see
     expect(page.locator(".ts-fixed-prompts:not(.ts-wait)")).to_be_hidden()
     expect(page.get_by_role("heading", name="Answers", exact=True)).to_be_hidden()

@@ -31,11 +31,13 @@ class Prompt:
         answer: token ids of that answer in the data, to which rewards may compare; none if the document ends with its
             prompt.
         json: the columns that rewards read as a JSON object, or nothing.
+        desirable: the label of that answer; True without labels.
     """
 
     tokens: np.ndarray
     answer: np.ndarray
     json: bytes = b""
+    desirable: bool = True
 
     @cached_property
     def columns(self) -> dict[str, Any]:
@@ -43,11 +45,13 @@ class Prompt:
         return dict(json.loads(self.json)) if self.json else {}
 
     def expected(self, decode: Callable[..., str]) -> str:
-        """The answer in the data, as text; empty without.
+        """The answer in the data, as text; empty without, and if it is undesirable.
 
         Args:
             decode: the `decode` of the tokenizer.
         """
+        if not self.desirable:
+            return ""
         return str(self.columns.get(ANSWER) or decode(self.answer, skip_special_tokens=True))
 
     def has(self, column: str) -> bool:
@@ -61,7 +65,7 @@ def prompt_of(documents: TokenSet, index: int) -> Prompt:
     end = len(mask) - int(np.argmax(mask[::-1]))
     before = np.flatnonzero(~mask[:end])
     start = int(before[-1]) + 1 if len(before) else 0
-    return Prompt(tokens[:start], tokens[start:end], documents.columns(index))
+    return Prompt(tokens[:start], tokens[start:end], documents.columns(index), bool(documents.desirable[index]))
 
 
 def is_answerable(prompt: Prompt, positions: int | None, most_tokens: int) -> bool:
@@ -79,8 +83,9 @@ def is_answerable(prompt: Prompt, positions: int | None, most_tokens: int) -> bo
 def prompts_to_answer(config: TrainConfig, documents: TokenSet, positions: int | None) -> list[int]:
     """Numbers of the documents whose prompts are answered during training (`eval_generate_steps`).
 
-    They are the first in an order by seed that can be answered, so that more prompts contain fewer. Documents that are
-    as long as `max_length` may have been cut, and their prompts and answers with them; of a pair, the first counts.
+    They are the first that can be answered in an order by seed and number of rows, so that more prompts of the same
+    data contain fewer. Documents that are as long as `max_length` may have been cut, and their prompts and answers with
+    them; of a pair, the first counts.
 
     Args:
         config: the run's config.

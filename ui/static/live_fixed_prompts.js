@@ -38,7 +38,8 @@ Live.fixed_prompts = (element, server) => {
     }
     body.append(...fresh.listed.map(row));
     const shown = body.children.length;
-    const some = shown < fresh.steps ? ` The first and the newest ${shown - 1} of ${fresh.steps} steps are listed.` : "";
+    const first = shown < fresh.steps ? ` The first and the newest ${shown - 1} of ${fresh.steps} steps are listed.` : "";
+    const some = fresh.older ? ` Listed are the newest (${shown}); older steps are in answers.jsonl.` : first;
     status.textContent = `Most likely answers as training goes on; what differs from the step before is marked.${some}`;
   }
 

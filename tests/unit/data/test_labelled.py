@@ -17,7 +17,8 @@ from trainers.data.batches import TrainPlan
 from trainers.data.formats import Document, RowError
 from trainers.data.mismatched import Mismatched
 from trainers.data.preferences import example
-from trainers.data.prepare import TokenSet, prepare
+from trainers.data.prepare import TokenSet, load_tokenizer, prepare
+from trainers.data.rollouts import prompt_of
 from trainers.tools.preflight import describe_plan, make_rows, plan_training
 
 USER, RIGHT = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
@@ -221,3 +222,11 @@ def test_options_of_other_objectives_are_named(tmp_path: Path) -> None:
     assert [mistake.option for mistake in ignored] == ["simpo_gamma"]
     other = ignored_choices(config(tmp_path, [], objective="dpo", undesirable_weight=2))
     assert [mistake.option for mistake in other] == ["undesirable_weight"]
+
+
+def test_an_undesirable_answer_is_not_the_expected_one(data: tuple[TrainConfig, TokenSet]) -> None:
+    chosen, documents = data
+    decode, prompts = load_tokenizer(chosen).decode, [prompt_of(documents, index) for index in range(len(documents))]
+    assert {prompt.expected(decode) == "" for prompt in prompts if not prompt.desirable} == {True}
+    assert {"It is" in prompt.expected(decode) for prompt in prompts if prompt.desirable} == {True}, "control"
+    assert [prompt.desirable for prompt in prompts] == documents.desirable.tolist()
