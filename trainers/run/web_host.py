@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,11 @@ def _is_number(name: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def machine_names(host: str) -> tuple[str, ...]:
+    """Names of this machine, for a server that is bound to `host`; none if no other machine reaches it."""
+    return () if host in LOOPBACK else (socket.gethostname(), socket.getfqdn())
 
 
 def header_values(scope: Scope, name: bytes) -> list[str]:

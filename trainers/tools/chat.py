@@ -40,6 +40,14 @@ _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _BAD = (ValueError, KeyError, OSError, RuntimeError, SafetensorError)
 
 
+MOST_BYTES_OF_A_TOKEN = 64
+"""A text with more bytes for each token that the context holds is refused before it is tokenised."""
+
+
+class ContextFull(ConfigError):
+    """A conversation that the model's context cannot hold."""
+
+
 class Models:
     """A base model and optionally a tuned one on one device; an adapter shares the weights of its base.
 
@@ -101,15 +109,28 @@ class Models:
             variables: what the chat template gets besides, such as `tools`.
 
         Raises:
-            ConfigError: if the chat template refuses them or does not terminate, or they do not fit the context.
+            ConfigError: if the chat template refuses them or does not terminate.
+            ContextFull: if they do not fit the context.
         """
-        if plain or self.encoder.options.chat_template is None:
-            text = "\n".join(message["content"] for message in messages)
-            ids = [*self.encoder.options.prefix, *self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-        else:
-            ids = self.tokenizer(self._rendered(messages, variables), add_special_tokens=False)["input_ids"]
+        plain = plain or self.encoder.options.chat_template is None
+        return self.tokens(self.text(messages, plain, variables), plain)
+
+    def text(self, messages: list[dict[str, Any]], plain: bool, variables: Mapping[str, Any] | None = None) -> str:
+        """The first half of `prompt`: the rendered text. `plain` has to be set if there is no chat template."""
+        return "\n".join(message["content"] for message in messages) if plain else self._rendered(messages, variables)
+
+    def tokens(self, text: str, plain: bool) -> list[int]:
+        """The second half of `prompt`: the tokens of a rendered text."""
+        if self.context is not None and len(text.encode(errors="surrogatepass")) > self.context * MOST_BYTES_OF_A_TOKEN:
+            raise ContextFull(
+                f"the conversation has {len(text):,} characters and the model's context holds {self.context:,} tokens; "
+                "clear it, or write less"
+            )
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if plain:
+            ids = [*self.encoder.options.prefix, *ids]
         if self.context is not None and len(ids) >= self.context:
-            raise ConfigError(
+            raise ContextFull(
                 f"the conversation has {len(ids):,} tokens and the model's context holds {self.context:,}; "
                 "clear it, or write less"
             )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from trainers.run.web_host import SERVE_TOKEN, TrustedHosts, bracketed
+from trainers.run.web_host import SERVE_TOKEN, TrustedHosts, bracketed, machine_names
 
 DEFAULT_CONCURRENT = 4
 _SHUTDOWN_SECONDS = 1.5
@@ -121,7 +121,7 @@ def serve(settings: Settings, token: str | None) -> int:
     model = _load(settings)
     concurrent = _concurrent(settings.max_concurrent, model.most_concurrent)
     app = ServeApp(model, settings.name, Limits(concurrent, settings.max_waiting), token)
-    guard = HostGuard(app, TrustedHosts(settings.host))
+    guard = HostGuard(app, TrustedHosts(settings.host, machine_names(settings.host)), paths=None)
     listening = socket.socket(fileno=settings.socket)
     os.set_inheritable(settings.socket, False)
     port = listening.getsockname()[1]

@@ -16,14 +16,14 @@ import json
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
 from trainers.run.web_host import Scope, header_values
-from trainers.tools.host_guard import Receive, Send, send_json
+from trainers.tools.host_guard import Message, Receive, Send, send_json
 from trainers.tools.serve_requests import ApiError, ChatRequest, Sampling, parse_request
 
 MAX_BODY = 8 << 20
@@ -42,11 +42,14 @@ class Answerer(Protocol):
 
     ceiling: int
 
-    def prompt(self, messages: Sequence[Any], tools: Sequence[Any]) -> list[int]:
-        """Token ids of a conversation."""
+    def text(self, messages: Sequence[Any], tools: Sequence[Any]) -> str:
+        """The text of a conversation; in the main thread."""
+
+    def tokens(self, text: str) -> list[int]:
+        """Its token ids; in any thread."""
 
     def start(self, prompt: Sequence[int], sampling: Sampling, on_event: Callable[[Any], None]) -> Any:
-        """Starts to generate; has `stop` and `join`."""
+        """Starts to generate; has `stop`; its last event is no text."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Limits:
 
     Args:
         concurrent: answers that are generated at a time.
-        waiting: requests that may wait for their turn; more are refused with status 429.
+        waiting: requests that may wait for their turn, those that still arrive included; more are refused with 429.
     """
 
     concurrent: int
@@ -78,10 +81,30 @@ class ServeApp:
         self.limits = limits
         self._token = None if token is None else _digest(token)
         self._turns = asyncio.Semaphore(limits.concurrent)
-        self._waiting = 0
+        self._running = self._pending = 0
+        self._tokenising = asyncio.Semaphore(1)  # it takes many times the memory of the text
         self._created = int(time.time())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+
+        try:
+            await self._respond(scope, receive, send_in_time)
+        except (TimeoutError, _ClientGone):
+            return
+        except Exception as error:  # a bug, or a tokenizer that fails: the client gets to know
+            _report(error)
+            if not has_begun:
+                failure = ApiError(500, "the server failed; its terminal says why")
+                await send_json(send, failure.status, failure.document())
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             self._check_token(scope)
             path, method = scope["path"].rstrip("/"), scope["method"]
@@ -98,8 +121,6 @@ class ServeApp:
                 raise ApiError(404, f"there is no {quote(path[:100])}; this server has {_MODELS} and {_CHAT}")
         except ApiError as error:
             await send_json(send, error.status, error.document(), error.headers)
-        except (TimeoutError, _ClientGone):
-            return
 
     def _card(self) -> dict[str, Any]:
         return {"id": self.name, "object": "model", "created": self._created, "owned_by": "tunesmith"}
@@ -115,71 +136,102 @@ class ServeApp:
 
     def _check_model(self, name: str) -> None:
         if name != self.name:
-            problem = f"the model {name[:200]!r} does not exist; this server has {self.name!r} alone"
+            problem = f"the model {name[:200]!r} does not exist; this server only serves {self.name!r}"
             raise ApiError(404, problem, "model", "model_not_found")
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._refuse_if_full()
-        request = parse_request(await _body(scope, receive))
-        self._check_model(request.model)
-        sampling = request.sampling(self.model.ceiling)
-        prompt = self.model.prompt(request.conversation(), request.offered_tools())
-        answer = _Answer(self.name, request, len(prompt), send)
+        with ExitStack() as until_turn:
+            until_turn.enter_context(self._waiting())
+            request = parse_request(await _body(scope, receive))
+            self._check_model(request.model)
+            sampling = request.sampling(self.model.ceiling)
+            text = self.model.text(request.conversation(), request.offered_tools())
+            async with self._tokenising:
+                prompt = await asyncio.to_thread(self.model.tokens, text)
+            answer = _Answer(self.name, request, len(prompt), send)
 
-        async def respond() -> None:
-            async with self._turn(), self._events(prompt, sampling) as events:
-                await (answer.stream(events) if request.stream else answer.complete(events))
+            async def respond() -> None:
+                async with self._events(prompt, sampling, until_turn.close) as events:
+                    await (answer.stream(events) if request.stream else answer.complete(events))
 
-        await _while_connected(receive, respond())
+            await _while_connected(receive, respond())
 
-    def _refuse_if_full(self) -> None:
-        """Raises ApiError with status 429 if too many wait already."""
-        if self._turns.locked() and self._waiting >= self.limits.waiting:
-            problem = f"{self.limits.concurrent} answers are generated and {self._waiting} requests wait; try again"
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Counts a request among those that wait.
+
+        Raises:
+            ApiError: with status 429 if too many do.
+        """
+        if self._pending + self._running >= self.limits.concurrent + self.limits.waiting:
+            problem = f"{self._running} answers are generated and {self._pending} requests wait; try again"
             raise ApiError(429, problem, code="rate_limit_exceeded", headers={"retry-after": "1"})
-
-    @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
-        """Waits until an answer may be generated."""
-        self._refuse_if_full()
-        self._waiting += 1
-        try:
-            await self._turns.acquire()
-        finally:
-            self._waiting -= 1
+        self._pending += 1
         try:
             yield
         finally:
-            self._turns.release()
+            self._pending -= 1
 
     @asynccontextmanager
-    async def _events(self, prompt: Sequence[int], sampling: Sampling) -> AsyncIterator[AsyncIterator[Any]]:
-        """The events of an answer, whose generation ends with the block."""
+    async def _events(
+        self, prompt: Sequence[int], sampling: Sampling, on_turn: Callable[[], None]
+    ) -> AsyncIterator[AsyncIterator[Any]]:
+        """The events of an answer, which waits for its turn, and whose generation ends with the block.
+
+        The turn is over when the thread is: earlier, more would run at a time than the limit says; later, a client that
+        reads slowly would keep others waiting.
+        """
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
+
+        def end_turn() -> None:
+            self._running -= 1
+            self._turns.release()
+
+        def take(event: Any) -> None:
+            queue.put_nowait(event)
+            if not isinstance(event, str):  # the last one
+                end_turn()
 
         def put(event: Any) -> None:
             with suppress(RuntimeError):  # the server has ended
-                loop.call_soon_threadsafe(queue.put_nowait, event)
+                loop.call_soon_threadsafe(take, event)
 
-        async def events() -> AsyncIterator[Any]:
-            while True:
-                event = await queue.get()
-                if isinstance(event, ApiError):
-                    raise event
-                if isinstance(event, Exception):
-                    print(f"error: {type(event).__name__}: {event}", file=sys.stderr, flush=True)
-                    raise ApiError(500, "the model failed; the server's terminal says why")
-                yield event
-                if not isinstance(event, str):
-                    return
-
-        generation = self.model.start(prompt, sampling, put)
+        await self._turns.acquire()
+        self._running += 1
+        on_turn()
         try:
-            yield events()
+            generation = self.model.start(prompt, sampling, put)
+        except BaseException:
+            end_turn()
+            raise
+        try:
+            yield _until_last(queue)
         finally:
             generation.stop()
-            # The turn is over when the thread is: otherwise more would run at a time than the limit says.
-            await asyncio.shield(asyncio.to_thread(generation.join))
+
+
+async def _until_last(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
+    """The events of an answer.
+
+    Raises:
+        ApiError: if the generation ended with an error.
+    """
+    while True:
+        event = await queue.get()
+        if isinstance(event, ApiError):
+            raise event
+        if isinstance(event, BaseException):
+            _report(event)
+            raise ApiError(500, "the model failed; the server's terminal says why")
+        yield event
+        if not isinstance(event, str):
+            return
+
+
+def _report(error: BaseException) -> None:
+    """Prints an error of this program, or of the model."""
+    with suppress(OSError):
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 class _Answer:
@@ -242,8 +294,7 @@ class _Answer:
         await self._write(b"data: " + json.dumps(document, ensure_ascii=False).encode() + b"\n\n")
 
     async def _write(self, data: bytes) -> None:
-        async with asyncio.timeout(SEND_SECONDS):
-            await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 class _ClientGone(Exception):

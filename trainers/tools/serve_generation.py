@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,13 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
 
 from trainers.config.mistakes import ConfigError
-from trainers.tools.chat import Models
+from trainers.data.reply_spans import name_message
+from trainers.data.template_probe import missing
+from trainers.tools.chat import ContextFull, Models
 from trainers.tools.serve_requests import ApiError, Sampling
 
+_GREEDY_BELOW = 1e-5
+"""Temperature below which the likeliest token is taken: the logits divided by less may be infinite."""
 _STATEFUL_ROPE = ("dynamic", "longrope")
 """Scalings that transformers computes for the longest row so far and keeps in the model, for every row in it."""
 
@@ -36,8 +40,8 @@ class Finished:
     tokens: int
 
 
-Event = str | Finished | Exception
-"""Text that follows, the end, or the error that ended the generation; the last two come once."""
+Event = str | Finished | BaseException
+"""Text that follows, the end, or the error that ended the generation; one of the last two comes last, and once."""
 
 
 class ServedModel:
@@ -61,28 +65,59 @@ class ServedModel:
         kinds = {settings.get("rope_type") for settings in (rope, *rope.values()) if isinstance(settings, dict)}
         return 1 if kinds & {*_STATEFUL_ROPE} else None
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation. To be called in the main thread, where a template's time can be limited.
+    def text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation. To be called in the main thread, where a template's time can be limited.
 
         Args:
             messages: as chat templates read them.
             tools: as chat templates read them.
 
         Raises:
-            ApiError: if the chat template does not take them, or they do not fit the context.
+            ApiError: if the chat template does not take them, or leaves out a part of them.
         """
-        has_template = self.models.encoder.options.chat_template is not None
+        probe = self.models.encoder.probe
         calls = any(message.get("tool_calls") for message in messages)
         for name, present in (("tools", bool(tools)), ("tool_calls", calls)):
-            if present and not (has_template and self.models.encoder.probe.mentions(name)):
-                raise ApiError(400, f"the chat template of this model knows no {name}; leave them out", name)
-        variables = {"tools": [dict(tool) for tool in tools]} if tools else None
+            if present and not (self._has_template and probe.mentions(name)):
+                problem = f"the chat template of this model does not support {name}; leave it out"
+                raise ApiError(400, problem, name if name == "tools" else "messages")
+        variables = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
-            known = [self.models.encoder.probe.place_role(dict(message)) for message in messages]
-            return self.models.prompt(known, plain=False, variables=variables)
+            known = [probe.place_role(dict(message)) for message in messages]
+            text = self.models.text(known, not self._has_template, variables)
+            self._refuse_lost(known, text, variables)
         except ConfigError as error:
-            too_long = "context_length_exceeded" if "tokens and the model's context" in str(error) else None
-            raise ApiError(400, str(error), "messages", too_long) from None
+            raise ApiError(400, str(error), "messages") from None
+        return text
+
+    @property
+    def _has_template(self) -> bool:
+        return self.models.encoder.options.chat_template is not None
+
+    def _refuse_lost(self, messages: list[dict[str, Any]], text: str, variables: Mapping[str, Any]) -> None:
+        """Raises ApiError if the template left out a part of a conversation, thoughts of earlier replies aside."""
+        if not self._has_template:  # the contents are the text
+            _refuse_unread(messages, {"name", "tool_call_id"})
+            return
+        losses = self.models.encoder.probe.left_out(messages, variables)
+        _refuse_unread(messages, losses.keys)
+        lost = [*losses.elements, *((index, "content") for index in missing(messages, (), text))]
+        for index, element in lost:
+            where = f"tools[{index}]" if element == "tool" else f"the {element} of {name_message(messages, index)}"
+            problem = f"the chat template of this model leaves out {where}; leave it out, or send it in another message"
+            raise ApiError(400, problem, "tools" if element == "tool" else "messages")
+
+    def tokens(self, text: str) -> list[int]:
+        """Token ids of the text of a conversation.
+
+        Raises:
+            ApiError: if they do not fit the context.
+        """
+        try:
+            return self.models.tokens(text, not self._has_template)
+        except ConfigError as error:
+            code = "context_length_exceeded" if isinstance(error, ContextFull) else None
+            raise ApiError(400, str(error), "messages", code) from None
 
     def tokens_for(self, prompt: Sequence[int], sampling: Sampling) -> int:
         """Most tokens of an answer.
@@ -115,6 +150,18 @@ class ServedModel:
         return generation
 
 
+def _refuse_unread(messages: Sequence[Mapping[str, Any]], unread: Collection[str]) -> None:
+    """Raises ApiError for a name that is not read, and for ids that are not, unless the order says as much."""
+    if "name" in unread and any("name" in message for message in messages):
+        raise ApiError(400, "the chat template of this model does not support name; leave it out", "messages")
+    open_calls: list[Any] = []
+    for message in messages if "tool_call_id" in unread else ():
+        open_calls = [call["id"] for call in message.get("tool_calls", ())] or open_calls
+        if message["role"] == "tool" and (not open_calls or open_calls.pop(0) != message["tool_call_id"]):
+            problem = "the chat template of this model does not support tool_call_id"
+            raise ApiError(400, f"{problem}; give the results of tools in the order of their calls", "messages")
+
+
 class Generation(threading.Thread):
     """One answer while it is generated.
 
@@ -145,18 +192,27 @@ class Generation(threading.Thread):
 
     def run(self) -> None:
         """Generates; called by `start`."""
-        drawing = [_Draw(self._sampling, self._prompt.device)] if self._sampling.temperature else []
+        last: Event = RuntimeError("the generation has no end")
         try:
-            self._model.generate(
-                input_ids=self._prompt, attention_mask=torch.ones_like(self._prompt), do_sample=False, use_cache=True,
-                max_new_tokens=self._max_tokens, logits_processor=LogitsProcessorList(drawing),
-                streamer=self._streamer, stopping_criteria=[_Stopped(self._streamer.stopped)],
-            )  # fmt: skip
+            last = self._generate()
         except torch.OutOfMemoryError:
+            last = ApiError(503, "the conversation and its answer do not fit in GPU memory; shorten it")
             torch.cuda.empty_cache()
-            self._on_event(ApiError(503, "the conversation and its answer do not fit in GPU memory; shorten it"))
-        except Exception as error:  # whatever a model does, its client gets to know
-            self._on_event(error)
+        except BaseException as error:  # whatever a model does, `SystemExit` included, its client gets to know
+            last = error
+        finally:
+            self._on_event(last)
+
+    def _generate(self) -> Finished:
+        drawing = []
+        if self._sampling.temperature >= _GREEDY_BELOW:
+            drawing.append(_Draw(self._sampling, self._prompt.device))
+        self._model.generate(
+            input_ids=self._prompt, attention_mask=torch.ones_like(self._prompt), do_sample=False, use_cache=True,
+            max_new_tokens=self._max_tokens, logits_processor=LogitsProcessorList(drawing),
+            streamer=self._streamer, stopping_criteria=[_Stopped(self._streamer.stopped)],
+        )  # fmt: skip
+        return self._streamer.finished()
 
 
 class _Draw(LogitsProcessor):
@@ -172,7 +228,10 @@ class _Draw(LogitsProcessor):
         scores = scores / self._temperature
         if self._top_p is not None:
             scores = self._top_p(input_ids, scores)
-        token = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)
+        chances = scores.softmax(-1)
+        if not chances.isfinite().all():
+            raise ApiError(500, "the model's logits are not finite: its weights, or their precision, are to blame")
+        token = torch.multinomial(chances, 1, generator=self._generator)
         return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)
 
 
@@ -216,13 +275,16 @@ class _Streamer:
             self._send(self._stops.add(self._text.add(token)))
 
     def end(self) -> None:
-        """Sends what is left of the text, and the end."""
+        """Sends what is left of the text."""
         if not self._stops.is_met:
             self._send(self._stops.add(self._text.end()))
         if not self._stops.is_met:
             self._send(self._stops.end())
+
+    def finished(self) -> Finished:
+        """The end of the answer."""
         ended = self._stops.is_met or (bool(self._tokens) and self._tokens[-1] in self._ends)
-        self._on_event(Finished("stop" if ended else "length", len(self._tokens)))
+        return Finished("stop" if ended else "length", len(self._tokens))
 
     def _send(self, text: str) -> None:
         if text:

@@ -16,8 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from trainers.config.json_schema import parsed_json
 
 MAX_MESSAGES = 2000
+MAX_PARTS = 1000
+MAX_CALLS = 100
 MAX_STOPS = 4
 """As many as OpenAI takes."""
+_MAX_KEYS = 32
+"""Keys that are looked at in a part of a request, all of which has fewer."""
+_MAX_PATH = 100
+"""Characters of a field's name in an error."""
 _IGNORED = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NEUTRAL: dict[str, Any] = {
     "n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0,
@@ -88,6 +94,13 @@ class _Part(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, values: Any) -> Any:
+        if isinstance(values, dict) and len(values) > _MAX_KEYS:  # each unknown one would be an error of its own
+            raise ValueError(f"has more than {_MAX_KEYS} fields")
+        return values
+
 
 class _Text(_Part):
     type: Literal["text"]
@@ -107,7 +120,7 @@ class _ToolCall(_Part):
     def for_template(self) -> dict[str, Any]:
         """The call as chat templates read it, with its arguments as an object."""
         try:
-            arguments = parsed_json(self.function.arguments)
+            arguments = _strictly_parsed(self.function.arguments)
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
@@ -117,9 +130,9 @@ class _ToolCall(_Part):
 
 class _Message(_Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Text] | None = None
+    content: str | Annotated[list[_Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
@@ -164,16 +177,16 @@ class ChatRequest(_Part):
     """The body of a request for a chat completion, with the defaults of OpenAI."""
 
     model: str
-    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     stream: bool = False
     stream_options: _StreamOptions | None = None
-    stop: str | list[str] = []
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] = []
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    tools: Annotated[list[_Tool], Field(max_length=128)] = []
+    tools: Annotated[list[_Tool], Field(max_length=128, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
 
     @property
@@ -218,12 +231,12 @@ def parse_request(body: bytes) -> ChatRequest:
         ApiError: with status 400 and the field that is wrong.
     """
     try:
-        values = parsed_json(body)
-        json.dumps(values, ensure_ascii=False).encode()
+        values = _strictly_parsed(body)
     except UnicodeError:
         raise ApiError(400, "the body is not valid UTF-8, or half of a surrogate pair is in it") from None
     except (ValueError, RecursionError):
-        raise ApiError(400, "the body is not JSON, or has a key twice, or is nested too deeply") from None
+        raise ApiError(400, "the body is not JSON, or has a key twice, an infinite number, or is nested too "
+                       "deeply") from None  # fmt: skip
     if not isinstance(values, dict):
         raise ApiError(400, "the body is not a JSON object")
     # OpenAI takes null for a field that is left out, and so do clients that send an assistant's message back.
@@ -236,11 +249,24 @@ def parse_request(body: bytes) -> ChatRequest:
         request = ChatRequest.model_validate(values)
     except ValidationError as error:
         raise _first_error(error) from None
-    if len(request.stops) > MAX_STOPS or not all(0 < len(stop) <= 1000 for stop in request.stops):
+    if not all(0 < len(stop) <= 1000 for stop in request.stops):
         raise ApiError(400, f"stop is not one text, or a list of up to {MAX_STOPS}, of 1 to 1000 characters", "stop")
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream=true", "stream_options")
     return request
+
+
+def _strictly_parsed(text: str | bytes) -> Any:
+    """The value of a text that is JSON.
+
+    Raises:
+        UnicodeError: for half of a surrogate pair, which no tokenizer takes.
+        ValueError: for other texts, and for numbers that are infinite (`1e999`).
+        RecursionError: if it is nested too deeply.
+    """
+    values = parsed_json(text)
+    json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+    return values
 
 
 def _without_null(values: Any) -> Any:
@@ -266,7 +292,8 @@ def _refuse_field(name: str, value: Any) -> None:
 def _first_error(error: ValidationError) -> ApiError:
     """The error that pydantic reports for the field that is deepest in the body."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
-    detail = max(details, key=lambda entry: len(entry["loc"]))
+    # Of the types that a field may have, one that is too long is the one that was meant.
+    detail = max(details, key=lambda entry: (len(entry["loc"]), entry["type"] == "too_long"))
     path = _path(detail["loc"])
     return ApiError(400, f"{path or 'the request'}: {detail['msg']}", path or None, "invalid_value")
 
@@ -279,4 +306,4 @@ def _path(location: Sequence[int | str]) -> str:
             text += f"[{step}]"
         elif step.isidentifier() and step not in ("str", "int", "float", "bool"):
             text += f".{step}" if text else step
-    return text
+    return text[:_MAX_PATH]

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -208,8 +209,8 @@ def test_vllm_can_take_the_check_of_the_host(monkeypatch: pytest.MonkeyPatch) ->
     async def receive() -> Any:
         return {"type": "websocket.connect"}
 
-    def ask(host: str, kind: str = "http") -> None:
-        scope = {"type": kind, "headers": [(b"host", host.encode())]}
+    def ask(host: str, kind: str = "http", path: str = "/v1/models") -> None:
+        scope = {"type": kind, "path": path, "headers": [(b"host", host.encode())]}
         asyncio.run(guard(scope, receive, send))
 
     for host in ("box.lan:8000", "127.0.0.1", "localhost:1"):
@@ -217,3 +218,13 @@ def test_vllm_can_take_the_check_of_the_host(monkeypatch: pytest.MonkeyPatch) ->
     ask("evil.example")
     ask("box.lan", "websocket")
     assert (passed, sent[0]["status"], sent[-1]["type"]) == (["http"] * 3, 400, "websocket.close")
+    sent.clear()
+    # vLLM asks nobody for its key on these paths.
+    for path in ("/invocations", "/pause", "/tokenize", "/update_weights", "//v1/models", "/metrics"):
+        ask("box.lan", path=path)
+    assert len(passed) == 3
+    assert {message["status"] for message in sent if "status" in message} == {404}
+    for path in ("/v1/chat/completions", "/health"):
+        ask("box.lan", path=path)
+    ask(socket.gethostname())
+    assert len(passed) == 6

@@ -165,7 +165,7 @@ def test_it_serves_its_model_alone(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["embedded"]
     assert client.models.retrieve("embedded").owned_by == "tunesmith"
     for name in ("gpt-4o", "EMBEDDED", "", "../embedded", str(BASE_DIR)):
-        with pytest.raises(openai.NotFoundError, match="this server has 'embedded' alone"):
+        with pytest.raises(openai.NotFoundError, match="this server only serves 'embedded'"):
             ask(client, model=name)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
@@ -320,7 +320,7 @@ def test_who_may_ask(server: Server, status: int, method: str, path: str, header
     assert TOKEN not in json.dumps(answer)
 
 
-def test_a_huge_request_is_refused_before_it_is_read(server: Server) -> None:
+def test_a_huge_request_is_refused_and_the_next_is_answered(server: Server) -> None:
     status, answer, _ = server.request("POST", CHAT, body(user="x" * MAX_BODY))
     assert (status, answer["error"]["type"]) == (413, "invalid_request_error")
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
@@ -344,12 +344,18 @@ def test_too_many_are_refused_and_those_who_hang_up_stop(endless: Server) -> Non
     next(iter(stream))
     connection = http.client.HTTPConnection("127.0.0.1", endless.port)
     connection.request("POST", CHAT, body(**LONG), {"content-type": "application/json"})
+
+    def patiently() -> str:
+        while True:
+            with suppress(openai.RateLimitError):
+                return text_of(client, model="endless", max_tokens=3)
+
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(text_of, client, model="endless", max_tokens=3)
+        waiting = pool.submit(patiently)
         refused: list[str] = []
 
         def is_full() -> bool:
-            status, answer, headers = endless.request("POST", CHAT, body(**{**LONG, "max_tokens": 1}))
+            status, answer, headers = endless.request("POST", CHAT, body(model="another"))  # takes no turn
             if status == 429:
                 refused.extend([answer["error"]["message"], headers["retry-after"]])
             return status == 429
