@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.accelerate_launch import module_argv, module_environment
-from app.console import report, say, shortened
+from app.console import say, shortened
 from app.services.chat import check_device, take_gpu
 from app.services.listening import HOST, listen, port_number
 from app.services.model_names import NamedModel, named_model
@@ -96,7 +96,7 @@ def serve_verb(name: str, runs_dir: Path, options: Options, remote_code: bool = 
         argv = vllm_argv(
             model, options.host, port, limits.tokens, limits.concurrent, options.revision, remote_code
         )  # fmt: skip
-        report(f"http://{bracketed(options.host)}:{port}/v1")
+        say(f"once vLLM has loaded the model, it listens at http://{bracketed(options.host)}:{port}/v1")
         os.execve(argv[0], argv, vllm_environment(os.environ, token, options.host, visible))  # noqa: S606
     settings = {
         "name": model.label,

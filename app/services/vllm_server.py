@@ -72,6 +72,8 @@ def vllm_argv(
         lora = {"name": name, "path": str(model.folder.absolute()), "base_model_name": f"{name}-base"}
         options = ["--served-model-name", f"{name}-base", "--enable-lora", "--max-lora-rank", str(_rank(adapter)),
                    "--lora-modules", json.dumps(lora)]  # fmt: skip
+        if (model.folder / "tokenizer_config.json").is_file():  # with the chat template that it was trained with
+            options += ["--tokenizer", str(model.folder.absolute())]
     else:
         local = BASE_DIR if model.label == EMBEDDED else model.folder
         served, options = str(local.absolute()) if local else model.label, ["--served-model-name", name]
@@ -117,6 +119,11 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
         config = load_json(folder / ADAPTER_CONFIG, _MAX_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} cannot be read: {error}") from None
+    if (folder / "base").is_dir():
+        raise ConfigError(
+            "vLLM would serve this adapter without the scaled RoPE that it was trained with; merge it with `tunesmith "
+            "export RUN --merged`, and serve that folder"
+        )
     if not isinstance(config, dict) or not config.get("base_model_name_or_path"):
         raise ConfigError(f"{folder / ADAPTER_CONFIG} names no base model; export the run again")
     own = [name for name in _OWN_KINDS if config.get(name)]

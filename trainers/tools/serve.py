@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 from trainers.run.web_host import SERVE_TOKEN, TrustedHosts, bracketed, machine_names
 
 DEFAULT_CONCURRENT = 4
-_SHUTDOWN_SECONDS = 1.5
-"""Seconds that answers and threads get when the server shuts down."""
+_SHUTDOWN_SECONDS = 1
+"""Seconds that answers get when the server shuts down, and then threads."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ def _concurrent(requested: int | None, possible: int | None) -> int:
     return requested or min(DEFAULT_CONCURRENT, possible or DEFAULT_CONCURRENT)
 
 
+def _connections(limits: Any) -> int:
+    """Most connections: several for each request that is answered or waits, as clients keep them open."""
+    return 4 * (limits.concurrent + limits.waiting) + 16
+
+
 def serve(settings: Settings, token: str | None) -> int:
     """Serves until a signal ends it.
 
@@ -117,10 +123,12 @@ def serve(settings: Settings, token: str | None) -> int:
 
     from trainers.tools.host_guard import HostGuard
     from trainers.tools.serve_app import Limits, ServeApp
+    from trainers.tools.serve_connections import connection_class
 
     model = _load(settings)
     concurrent = _concurrent(settings.max_concurrent, model.most_concurrent)
-    app = ServeApp(model, settings.name, Limits(concurrent, settings.max_waiting), token)
+    limits = Limits(concurrent, settings.max_waiting)
+    app = ServeApp(model, settings.name, limits, token)
     guard = HostGuard(app, TrustedHosts(settings.host, machine_names(settings.host)), paths=None)
     listening = socket.socket(fileno=settings.socket)
     os.set_inheritable(settings.socket, False)
@@ -134,7 +142,8 @@ def serve(settings: Settings, token: str | None) -> int:
             if token is None:
                 _say(f"no {SERVE_TOKEN} is set: every user and program of this machine can ask this model")
             _say(f"model {settings.name!r}, {concurrent} answers at a time; Ctrl-C ends the server")
-            print(f"http://{bracketed(settings.host)}:{port}/v1", flush=True)
+            with suppress(BrokenPipeError):  # whoever reads it may be gone
+                print(f"http://{bracketed(settings.host)}:{port}/v1", flush=True)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             self.status = 130 if sig == signal.SIGINT else 0
@@ -146,7 +155,8 @@ def serve(settings: Settings, token: str | None) -> int:
 
     config = uvicorn.Config(
         guard, log_level="critical", access_log=False, server_header=False, proxy_headers=False, lifespan="off",
-        timeout_graceful_shutdown=int(_SHUTDOWN_SECONDS), ws="none", timeout_keep_alive=30,
+        timeout_graceful_shutdown=_SHUTDOWN_SECONDS, ws="none", timeout_keep_alive=30, http=connection_class(),
+        limit_concurrency=_connections(limits),
     )  # fmt: skip
     server = Server(config)
     server.run(sockets=[listening])
@@ -166,7 +176,6 @@ def main() -> None:
         for line in error.lines:
             _say(f"error: {line}")
         status = 2
-    sys.stdout.flush()
     os._exit(status)  # threads that still generate must not find the interpreter half gone
 
 

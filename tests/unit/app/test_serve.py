@@ -17,6 +17,7 @@ from app.commands import serve
 from app.services.model_names import NamedModel, named_model
 from app.services.vllm_server import HOST_GUARD, vllm_argv, vllm_environment
 from tests.made_runs import add_checkpoint, made_run
+from trainers.checkpoint.export_check import BASE
 from trainers.config.mistakes import ConfigError
 from trainers.embedded import BASE_DIR
 from trainers.run.folder import write_json
@@ -140,6 +141,21 @@ def test_vllm_serves_an_adapter_beside_its_base(runs: Path) -> None:
     assert (options["--served-model-name"], options["--max-lora-rank"]) == ("first-base", "32"), "20 is not offered"
 
 
+def test_vllm_reads_the_chat_template_of_an_adapter(runs: Path) -> None:
+    folder = runs / "first/model"
+    assert "--tokenizer" not in options_of(vllm_argv(named_model("first", runs), "127.0.0.1", 1, 5)), "it has none"
+    shutil.copy(BASE_DIR / "tokenizer_config.json", folder)
+    options = options_of(vllm_argv(named_model("first", runs), "127.0.0.1", 1, 5))
+    assert options["--tokenizer"] == str(folder.absolute())
+
+
+def test_an_adapter_on_scaled_rope_is_not_for_vllm(runs: Path) -> None:
+    """Its folder has the config of its base, as `trainers.checkpoint.export_check.BASE` says."""
+    (runs / "first/model" / BASE).mkdir()
+    with pytest.raises(ConfigError, match=r"without the scaled RoPE .* --merged"):
+        vllm_argv(named_model("first", runs), "127.0.0.1", 8001, 512)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -169,7 +185,9 @@ def test_the_token_goes_to_vllm_in_its_variable_alone() -> None:
     assert TOKEN not in " ".join(vllm_argv(NamedModel("org/m"), "box", 1, 5))
 
 
-def test_the_verb_becomes_vllm(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verb_becomes_vllm(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A package and a program of that name; what `exec` gets is all that can be seen without vLLM."""
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()
@@ -188,6 +206,10 @@ def test_the_verb_becomes_vllm(runs: Path, tmp_path: Path, monkeypatch: pytest.M
     assert path == argv[0]
     assert int(options_of(argv)["--port"]) > 0
     assert (env["VLLM_API_KEY"], env["TUNESMITH_SERVE_HOST"]) == (TOKEN, "127.0.0.1")
+    printed = capsys.readouterr()
+    assert printed.out == "", "nothing listens yet"
+    port = options_of(argv)["--port"]
+    assert f"once vLLM has loaded the model, it listens at http://127.0.0.1:{port}/v1" in printed.err
     assert run_verb(["serve", "second", "--engine", "vllm", "--max_waiting", "3"]) == 2
 
 

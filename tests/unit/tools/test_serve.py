@@ -26,7 +26,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.launching import ROOT, environment
+from tests.launching import ROOT, environment, free_port
 from trainers.embedded import BASE_DIR
 from trainers.tools.serve_app import MAX_BODY
 from trainers.tools.serve_generation import PartialText, StopTexts
@@ -183,6 +183,7 @@ def test_answers_are_those_of_stock_transformers(client: openai.OpenAI) -> None:
     assert texts[5] != texts[6], "the control"
 
 
+@pytest.mark.long
 def test_two_clients_at_once_do_not_change_each_other(client: openai.OpenAI) -> None:
     options = [{"temperature": 1.0, "seed": seed, "max_tokens": 60} for seed in (1, 2)]
     alone = [text_of(client, **each) for each in options]
@@ -337,6 +338,7 @@ def test_a_huge_request_is_refused_and_the_next_is_answered(server: Server) -> N
 # -- who waits, and who is gone --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_too_many_are_refused_and_those_who_hang_up_stop(endless: Server) -> None:
     """One that reads a stream and one that waits for all of its answer; then a third one waits."""
     client = endless.client("anything")
@@ -377,6 +379,7 @@ def test_too_many_are_refused_and_those_who_hang_up_stop(endless: Server) -> Non
 # -- the process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_it_without_a_trace(endless: Server) -> None:
     """Within an answer, and while it loads; without a token it says so."""
     assert any("no TUNESMITH_SERVE_TOKEN is set" in line for line in endless.lines)
@@ -394,6 +397,24 @@ def test_ctrl_c_ends_it_without_a_trace(endless: Server) -> None:
         assert (loading.returncode, "Traceback" in errors) == (130, False)
     finally:
         ended(loading)
+
+
+@pytest.mark.long
+def test_a_reader_of_the_address_may_be_gone() -> None:
+    port = free_port()
+    process = start("embedded", "--port", str(port))
+    try:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert any("Ctrl-C ends the server" in line for line in iter(process.stderr.readline, ""))
+        alive = Server(process, f"http://127.0.0.1:{port}/v1", [])
+        assert alive.request("GET", "/v1/models")[0] == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+        assert process.stderr.read() == ""
+    finally:
+        ended(process)
 
 
 def test_the_token_is_not_on_the_command_line(server: Server) -> None:

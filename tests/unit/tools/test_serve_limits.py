@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+import uvicorn
 
 from trainers.data import template
-from trainers.tools import serve_app, serve_requests
+from trainers.tools import serve_app, serve_connections, serve_requests
 from trainers.tools.serve import Settings, _load
 from trainers.tools.serve_app import Limits, ServeApp
+from trainers.tools.serve_connections import connection_class
 from trainers.tools.serve_generation import ServedModel, _Draw
 from trainers.tools.serve_requests import ApiError, Sampling, _first_error, parse_request
 
@@ -287,3 +289,43 @@ def test_what_the_template_leaves_out_is_refused(
     else:
         with pytest.raises(ApiError, match=says):
             loaded.text(messages, [])
+
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+
+def test_connections_that_are_not_used_end(loaded: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a word, one with a part of a header, one that does so after an answer; control: one that waits."""
+    began, go_on, tokens = threading.Event(), threading.Event(), loaded.tokens
+
+    def slow(text: str) -> list[int]:
+        began.set()
+        assert go_on.wait(60)
+        return tokens(text)
+
+    monkeypatch.setattr(loaded, "tokens", slow)
+    monkeypatch.setattr(serve_connections, "HEADER_SECONDS", 0.3)
+    body = json.dumps(request()).encode()
+    post = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    models = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
+
+    async def talk() -> None:
+        config = uvicorn.Config(app_of(loaded), http=connection_class(), lifespan="off", log_level="critical", port=0)
+        server = uvicorn.Server(config)
+        running = asyncio.ensure_future(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        busy, *idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        busy[1].write(post % (CHAT.encode(), len(body)) + body)
+        await asyncio.to_thread(began.wait, 60)
+        for (_, writer), sent in zip(idle, (b"", b"GET / HTTP", models + b"GET / HTTP"), strict=True):
+            writer.write(sent)
+        ends = [await asyncio.wait_for(reader.read(), 30) for reader, _ in idle]
+        assert [bool(text) for text in ends] == [False, False, True]
+        go_on.set()
+        assert (await asyncio.wait_for(busy[0].readline(), 30)).startswith(b"HTTP/1.1 200")
+        server.should_exit = True
+        await running
+
+    asyncio.run(talk())
