@@ -329,3 +329,18 @@ def test_connections_that_are_not_used_end(loaded: ServedModel, monkeypatch: pyt
         await running
 
     asyncio.run(talk())
+
+
+def test_a_request_counts_from_its_body_on(loaded: ServedModel) -> None:
+    async def statuses() -> list[int]:
+        app = app_of(loaded, waiting=0)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers}
+        arriving = asyncio.ensure_future(app(scope, asyncio.Event().wait, never))
+        await asyncio.sleep(0)  # it begins
+        full = await call(app, request())
+        arriving.cancel()
+        await asyncio.wait({arriving})
+        return [full[0], (await call(app, request()))[0]]
+
+    assert asyncio.run(statuses()) == [429, 200]
