@@ -16,7 +16,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, secrets_in
 from trainers.run.from_run import ADAPTER_CONFIG
 from trainers.run.json_file import load_json
-from trainers.run.lineage import EXPORT_RECORD
+from trainers.run.lineage import EXPORT_RECORD, FAILED, PASSED, UNCHECKED
 from trainers.run.model_card import dumped, hub_id, public, public_record
 
 CARD = "README.md"
@@ -116,8 +116,9 @@ def read_for_push(folder: Path, base_model: str | None = None) -> Export:
             raise ValueError("no export")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{folder} was exported by an older version, or is damaged; {_AGAIN}") from None
+    notes = _check_notes(folder, record)
     files: dict[str, bytes | Path] = {name: _regular(folder, name) for name in names}
-    notes = _name_base(files, config, adapter, base_model)
+    notes += _name_base(files, config, adapter, base_model)
     record["config"] = config
     files[EXPORT_RECORD] = dumped(public_record(record)).encode()
     private = _private(folder, load_json(folder / EXPORT_RECORD))
@@ -125,6 +126,22 @@ def read_for_push(folder: Path, base_model: str | None = None) -> Export:
         _refuse_private(name, files[name], private)
     left_out = sorted(set(_below(folder)) - set(names))
     return Export(folder, files, hashes, left_out, notes)
+
+
+def _check_notes(folder: Path, record: Mapping[str, Any]) -> list[str]:
+    """What a reader should know of how the export was compared with the trained model.
+
+    Raises:
+        ConfigError: If it is another model, or cannot be loaded.
+    """
+    verdict = record.get("checked")
+    if verdict == FAILED:
+        problem = f"{folder} failed its check: loaded back, it is not the trained model"
+        remedy = "`tunesmith export RUN --output DIR --dtype float32`, then `tunesmith push DIR ORG/NAME`"
+        raise ConfigError(f"{problem}; export the run again: {remedy}")
+    if verdict == UNCHECKED:
+        return ["it was not loaded back for lack of memory, so nobody knows whether it is the trained model"]
+    return [] if verdict == PASSED else ["its record does not say whether it was loaded back: an older version wrote it"]
 
 
 def _below(folder: Path) -> Iterator[str]:

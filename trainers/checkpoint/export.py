@@ -45,7 +45,7 @@ from trainers.model.principal import first_adapter, leave_residual, save_as_plai
 from trainers.model.quantization import dequantise
 from trainers.objectives.loss_module import inner_model
 from trainers.objectives.output_head import scalar_head
-from trainers.run.compatibility import plain
+from trainers.run.compatibility import FREE, plain, saved_config
 from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, export_name, read_json, write_json
 from trainers.run.lineage import EXPORT_RECORD, export_record
@@ -75,15 +75,20 @@ def export_checkpoint(
 ) -> LoadedBack:  # fmt: skip
     """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
+    Options that make the model are those of the checkpoint: a later attempt may have changed them with --force. Those
+    that may change freely, such as where its base is, are the run's; the model card has the checkpoint's.
+
     The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors. Its
     weights stay in their files, where the memory for them is not needed; those that change do so in files of their own.
 
     Raises:
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
-    history = history_of(RunFolder(folder.parent.parent), read_manifest(folder), averaged)
+    manifest = read_manifest(folder)
+    history = history_of(RunFolder(folder.parent.parent), manifest, averaged)
+    described, config = saved_config(config, manifest), saved_config(config, manifest, FREE)
     build = partial(_trained, folder, config, averaged)
-    return export(build, config, target, kind, results, record, history)
+    return export(build, config, target, kind, results, record, history, described)
 
 
 def _trained(folder: Path, config: TrainConfig, averaged: bool, scratch: Scratch) -> nn.Module:
@@ -105,18 +110,20 @@ def export(
     results: dict[str, Any],
     record: RunRecord | None = None,
     history: History | None = None,
+    described: TrainConfig | None = None,
 ) -> LoadedBack:
     """Writes a model folder atomically, and checks it by loading it back.
 
     Args:
         build: makes the unwrapped model with the trained weights, of which it keeps no reference.
-        config: the run's config, which the model card includes.
+        config: the config that the model is built by.
         target: the folder to publish.
         kind: `adapter`, `merged` or `full`.
         results: last metrics, for the model card.
         record: record of the run if the target is in its folder, so that an earlier export is replaced; None if the
             target is elsewhere, where it must be new or empty.
         history: how the weights came to be, for the model card; None if unknown.
+        described: the config for the model card and the record; None for `config`.
 
     Raises:
         ConfigError: if the target contains files that the run did not write.
@@ -131,15 +138,16 @@ def export(
     try:
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         history = _with_revision(history or History(), config)
-        card = partial(model_card, config, kind, results, loading_code(config, kind), history)
+        said = described or config
+        card = partial(model_card, said, kind, results, loading_code(said, kind), history)
         probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
         weights = {path.name: (path.stat().st_size, sha256(path)) for path in temporary.glob("*.safetensors")}
         (temporary / "README.md").write_text(card(str(checked), weights), encoding="utf-8")
         files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-        record_of_export = export_record(plain(config), history.stages, weights, [*files, EXPORT_RECORD])
-        write_json(temporary / EXPORT_RECORD, record_of_export)
+        stated = export_record(plain(said), history.stages, weights, [*files, EXPORT_RECORD], checked.verdict)
+        write_json(temporary / EXPORT_RECORD, stated)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
         print(checked, flush=True)

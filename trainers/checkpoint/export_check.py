@@ -34,6 +34,7 @@ from trainers.model.stored import DTYPES
 from trainers.objectives.loss_module import LossModule, inner_model
 from trainers.objectives.output_head import scalar_head
 from trainers.run.host_memory import available
+from trainers.run.lineage import FAILED, PASSED, UNCHECKED
 from trainers.run.weight_headers import read_header
 
 BASE = "base"
@@ -89,6 +90,11 @@ class LoadedBack:
         if self.skipped:
             return False
         return self.deviation is None or not self.deviation <= self.limit  # NaN fails
+
+    @property
+    def verdict(self) -> str:
+        """What the export's record says of it."""
+        return UNCHECKED if self.skipped else FAILED if self.failed else PASSED
 
     def __str__(self) -> str:
         if self.skipped:

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -224,6 +225,19 @@ def changes_since_save(run: RunFolder, config: TrainConfig, source: str | None) 
 def plain(config: TrainConfig) -> dict[str, Any]:
     """Returns the options that a checkpoint saves."""
     return config.model_dump(exclude=set(PLACES))
+
+
+def saved_config(config: TrainConfig, manifest: Mapping[str, Any], free: Collection[str] = ()) -> TrainConfig:
+    """The config that a checkpoint was saved with.
+
+    Args:
+        config: That of the run's newest attempt, for what a checkpoint does not save, and the dtype of the export.
+        manifest: The checkpoint's manifest.
+        free: Options that are left as they are in `config`.
+    """
+    left = {*PLACES, *free, "export_dtype"}
+    saved = {name: value for name, value in manifest["config"].items() if name in plain(config) and name not in left}
+    return TrainConfig.model_validate({**config.model_dump(), **saved})
 
 
 def _rate_is_free_of_length(config: dict[str, Any], manifest: dict[str, Any]) -> bool:

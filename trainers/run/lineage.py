@@ -16,7 +16,9 @@ from trainers.run.json_file import load_json
 
 EXPORT_RECORD = "tunesmith.json"
 """File of an export that says how its weights were trained: `config`, the options, `stages`, `weights`, the bytes and
-sha256 of each weight file, and `files`, the names of all files."""
+sha256 of each weight file, `files`, the names of all files, and `checked`, the verdict of loading it back."""
+PASSED, FAILED, UNCHECKED = "passed", "failed", "not loaded back"
+"""Verdicts: it is the trained model, it is not or cannot be loaded, it was not compared for lack of memory."""
 _MAX_BYTES = 10_000_000
 _LONGEST = 300
 
@@ -87,6 +89,7 @@ def export_record(
     stages: Sequence[Stage],
     weights: Mapping[str, tuple[int, str]] | None = None,
     files: Sequence[str] = (),
+    checked: str = "",
 ) -> dict[str, Any]:
     """The content of an export's `EXPORT_RECORD`.
 
@@ -95,10 +98,12 @@ def export_record(
         stages: The runs that led to the weights, in order.
         weights: Bytes and sha256 of each weight file.
         files: Names of all files, this one included.
+        checked: `PASSED`, `FAILED` or `UNCHECKED`; empty if unknown.
     """
     hashes = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in (weights or {}).items()}
     listed = [asdict(stage) for stage in stages]
-    return {"config": dict(config), "stages": listed, "weights": hashes, "files": sorted(files)}
+    parts = {"config": dict(config), "stages": listed, "weights": hashes, "files": sorted(files)}
+    return parts | ({"checked": checked} if checked else {})
 
 
 def read_export(folder: Path) -> tuple[dict[str, Any], list[Stage]]:

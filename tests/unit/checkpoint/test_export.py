@@ -19,8 +19,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from app.push.files import read_for_push
 from tests.made_runs import made_run
 from trainers.checkpoint import export, export_check
+from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data.layout import AttentionMetadata
@@ -29,7 +31,9 @@ from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model, stored_dtype
 from trainers.model.small_model import small_config
 from trainers.monitor import heartbeat
+from trainers.run.compatibility import plain
 from trainers.run.errors import TrainingError
+from trainers.run.lineage import EXPORT_RECORD
 
 
 def saved_base(folder: Path, dtype: torch.dtype) -> Path:
@@ -177,6 +181,8 @@ def test_an_export_that_is_another_model_fails(
         export.export(lambda _: trained(choice), choice, tmp_path / "model", kind, {})
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "model-failed" / "README.md").is_file()
+    with pytest.raises(ConfigError, match=r"model-failed failed its check: .* --output DIR --dtype float32`, then"):
+        read_for_push(tmp_path / "model-failed")
 
 
 def test_rounding_fails_no_export_whose_data_train_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +256,31 @@ def test_a_comparison_without_the_memory_is_left_out_and_says_so(
     assert (checked.difference, checked.failed) == (None, False)
     assert "not loaded back, which takes 0.0 GiB of memory where 0.0 GiB are free" in capsys.readouterr().out
     assert "not loaded back" in (tmp_path / "model" / "README.md").read_text()
+    assert "it was not loaded back" in read_for_push(tmp_path / "model").notes[0]
+
+
+def test_an_earlier_checkpoint_is_exported_with_the_options_that_it_was_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later attempt may have others; where its base is may change freely."""
+    then, now = config(BASE_DIR, lora_alpha=4, learning_rate=0.5), config(BASE_DIR, lora_alpha=64, eval_split="other")
+    manifest = {"base": "", "config": plain(then), "step": 1, "world": 1, "versions": {}}
+    built: list[TrainConfig] = []
+
+    def build_it(folder: Path, choice: TrainConfig, averaged: bool, scratch: Any) -> Any:
+        built.append(choice)
+        return trained(choice)
+
+    monkeypatch.setattr(export, "read_manifest", lambda folder: manifest)
+    monkeypatch.setattr(export, "_trained", build_it)
+    export.export_checkpoint(tmp_path / "run" / "c" / "step", now, tmp_path / "model", "adapter", {}, None)
+    assert (built[0].lora_alpha, built[0].eval_split) == (4, "other")
+    stated = json.loads((tmp_path / "model" / EXPORT_RECORD).read_text())["config"]
+    assert (stated["lora_alpha"], stated["learning_rate"], stated["eval_split"]) == (4, 0.5, then.eval_split)
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "learning_rate: 0.5" in card
+    assert "eval_split" not in card
+    assert json.loads((tmp_path / "model" / "adapter_config.json").read_text())["lora_alpha"] == 4
 
 
 def test_the_run_s_data_are_compared_and_a_text_without_them(tmp_path: Path) -> None:
