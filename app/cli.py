@@ -245,6 +245,9 @@ def push(
         str | None,
         typer.Option("--base_model", metavar="<org/name>", help="Hub id of a base model that was a local folder."),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", metavar="", help="Replace another model that is in the repository.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry_run", metavar="", help="List files and sizes; send nothing, not even to ask.")
     ] = False,
@@ -255,7 +258,7 @@ def push(
     from app.push.command import push_verb
     from app.push.upload import Target
 
-    return push_verb(run, Target(repo, public, revision), base_model, dry_run, runs_dir, json)
+    return push_verb(run, Target(repo, public, revision, replace), base_model, dry_run, runs_dir, json)
 
 
 @app.command()

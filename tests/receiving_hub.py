@@ -160,7 +160,9 @@ class ReceivingHub(FakeHub):
         for line in body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
-            if entry["key"] in ("file", "lfsFile"):
+            if entry["key"] == "deletedFile":
+                (root / value["path"]).unlink()
+            elif entry["key"] in ("file", "lfsFile"):
                 is_lfs = entry["key"] == "lfsFile"
                 path = root / value["path"]
                 path.parent.mkdir(parents=True, exist_ok=True)

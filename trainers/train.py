@@ -391,12 +391,14 @@ def build_answers(
 def export(context: TrainContext, outcome: Outcome) -> Ending:
     """Exports the model of a finished run; rank 0 only. Returns how the run ends."""
     from trainers.checkpoint.export import export_checkpoint, export_kind, export_seconds
+    from trainers.run.model_card import measured_at
 
     config, run = context.config, context.run
     run.refuse_lost()
     chosen = context.checkpoints.path(outcome.results["exported_step"])
     context.heartbeat.at("export", outcome.progress.step, export_seconds(chosen, config))
-    export_checkpoint(chosen, config, run.model, export_kind(config), outcome.results, run.record)
+    results = measured_at(outcome.results, outcome.progress.step)
+    export_checkpoint(chosen, config, run.model, export_kind(config), results, run.record)
     return replace(outcome.ending, export_dir=str(run.model))
 
 

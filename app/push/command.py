@@ -7,7 +7,7 @@ from typing import Any
 
 from app.console import clean, report, report_json, say, shortened, show_table
 from app.push.files import Export, find_export, read_for_push
-from app.push.upload import PushFailed, Target, upload
+from app.push.upload import Pushed, PushFailed, Target, upload
 from app.services.chat import HUB_ID
 from trainers.config.mistakes import Mistake, Mistakes
 
@@ -30,18 +30,20 @@ def push_verb(
     with mistakes:
         export = read_for_push(find_export(name, runs_dir), base_model)
     mistakes.refuse()
-    commit, url, failure = None, None, ""
+    pushed, failure = None, ""
     _announce(export, target, as_json)
     if not dry_run:
         try:
-            commit, url = upload(export, target)
+            pushed = upload(export, target)
         except PushFailed as error:
             failure = str(error)
             say("error: " + clean(failure))
+    for name in pushed.deleted if pushed else ():
+        say(clean(f"deleted there: {name} of the model before"))
     if as_json:
-        report_json(_document(export, target, commit, url) | ({"cause": failure} if failure else {}))
-    elif commit:
-        report(str(url))
+        report_json(_document(export, target, pushed) | ({"cause": failure} if failure else {}))
+    elif pushed:
+        report(pushed.url)
     return 1 if failure else 0
 
 
@@ -58,18 +60,19 @@ def _announce(export: Export, target: Target, as_json: bool) -> None:
         show_table(["file", "bytes"], [[name, f"{size:,}"] for name, size in sorted(export.sizes().items())])
 
 
-def _document(export: Export, target: Target, commit: str | None, url: str | None) -> dict[str, Any]:
+def _document(export: Export, target: Target, pushed: Pushed | None) -> dict[str, Any]:
     return {
         "repo": target.repo,
         "private": not target.public,
         "branch": target.branch or "main",
-        "revision": commit,
-        "url": url,
+        "revision": pushed and pushed.commit,
+        "url": pushed and pushed.url,
         "card": export.card(),
         "files": [
             {"path": name, "bytes": size, "sha256": export.weights.get(name)}
             for name, size in sorted(export.sizes().items())
         ],
         "left_out": export.left_out,
+        "deleted": pushed.deleted if pushed else [],
         "notes": export.notes,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -141,7 +142,7 @@ def _check_notes(folder: Path, record: Mapping[str, Any]) -> list[str]:
         raise ConfigError(f"{problem}; export the run again: {remedy}")
     if verdict == UNCHECKED:
         return ["it was not loaded back for lack of memory, so nobody knows whether it is the trained model"]
-    return [] if verdict == PASSED else ["its record does not say whether it was loaded back: an older version wrote it"]
+    return [] if verdict == PASSED else ["its record, of an older version, does not say whether it was loaded back"]
 
 
 def _below(folder: Path) -> Iterator[str]:
@@ -188,7 +189,7 @@ def _name_base(
     name = base_model or base
     if base_model:
         config["model_name_or_path"] = base_model
-        files[CARD] = _with_base(files[CARD], base_model, adapter is not None)
+        files[CARD] = _with_base(files[CARD], base, base_model, adapter is not None)
     if adapter is None:
         return []
     files[ADAPTER_CONFIG] = dumped({**adapter, "base_model_name_or_path": public(name)}).encode()
@@ -200,14 +201,25 @@ def _name_base(
     ]
 
 
-def _with_base(card: bytes | Path, base_model: str, is_adapter: bool) -> bytes:
-    """The card with the base model in its metadata."""
+def _with_base(card: bytes | Path, local: str, base_model: str, is_adapter: bool) -> bytes:
+    """The card with the base model in its metadata, and in its text where the folder on this machine is named."""
     from huggingface_hub import ModelCard
 
     text = card.read_text(encoding="utf-8") if isinstance(card, Path) else card.decode()
     parsed = ModelCard(text, ignore_metadata_errors=True)
     parsed.data["base_model"] = base_model
     parsed.data["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    body, name = parsed.text, str(public(local))
+    names = {
+        f"\n# {name}, fine-tuned\n": f"\n# {base_model.partition('/')[2]}, fine-tuned\n",
+        f"`{name}` (a folder of the publisher's)": f"`{base_model}`",
+        f"--model_name_or_path {shlex.quote(name)} ": f"--model_name_or_path {base_model} ",
+        f"\nmodel_name_or_path: {name}\n": f"\nmodel_name_or_path: {base_model}\n",
+        f"where you have the base model, {name}\n": f"where you have the base model, {base_model}\n",
+    }
+    for before, after in names.items():
+        body = body.replace(before, after)
+    parsed.text = body
     return str(parsed).encode()
 
 

@@ -5,6 +5,7 @@ What an interrupted upload has sent stays in the Hub's storage, which asks for t
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,12 +17,19 @@ from app.console import shortened
 from app.push.files import Export
 from trainers.config.mistakes import ConfigError
 from trainers.run.hub_errors import push_problem
+from trainers.run.lineage import EXPORT_RECORD
 from trainers.run.log import without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
 
-_WEIGHTS = (".safetensors", ".bin", ".index.json", "adapter_config.json", ".gguf", ".pt")
+_OWN = re.compile(
+    r"(base/)?(config|generation_config)\.json|adapter_config\.json|[^/]*\.safetensors(\.index\.json)?"
+    r"|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab[^/]*\.(json|txt)|merges\.txt|[^/]*\.model"
+    r"|chat_template[^/]*|additional_chat_templates/[^/]*"
+)
+"""Files of a model that an export may have; another one lacks some of them, and loaders would read those too."""
+_WEIGHTS = (".safetensors", ".bin", ".index.json", ".gguf", ".pt")
 _MOST_LISTED = 5
 
 
@@ -37,24 +45,32 @@ class Target:
         repo: Hub id of the repository.
         public: Whether everybody may read it; False: it is private.
         branch: Branch of the repository; None for main.
+        replace: Whether to replace a model there that Tunesmith did not write.
     """
 
     repo: str
     public: bool = False
     branch: str | None = None
+    replace: bool = False
 
 
-def upload(export: Export, target: Target) -> tuple[str, str]:
+@dataclass(frozen=True)
+class Pushed:
+    """What was pushed: the commit, its URL, and the files of the model before that it deleted."""
+
+    commit: str
+    url: str
+    deleted: list[str]
+
+
+def upload(export: Export, target: Target) -> Pushed:
     """Uploads an export, and compares what the Hub then has with it.
 
-    Returns:
-        The commit, and its URL.
-
     Raises:
-        ConfigError: If the Hub refuses it, or the repository is of another visibility or has weights of another model.
+        ConfigError: If the Hub refuses it, or the repository is of another visibility or has another model.
         PushFailed: If the Hub or the network fails.
     """
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import CommitOperationDelete, HfApi, get_token
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -62,18 +78,19 @@ def upload(export: Export, target: Target) -> tuple[str, str]:
     if get_token() is None:
         problem = "you are not logged in to the Hub"
         raise ConfigError(f"{problem}; set HF_TOKEN to a token that may write, or run `hf auth login`")
-    operations = _operations(export)
     with _explained(target):
         api = HfApi(library_name="tunesmith")
         api.create_repo(target.repo, private=not target.public, exist_ok=True)
         _refuse_other_visibility(api, target)
         if target.branch:
             api.create_branch(target.repo, branch=target.branch, exist_ok=True)
-        _refuse_other_weights(api, target, export)
+        before = _files_before(api, target, export)
+        deletions = [CommitOperationDelete(name) for name in before]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [*_operations(export), *deletions]
         message = f"Upload {export.folder.name} with Tunesmith"
         commit = api.create_commit(target.repo, operations, commit_message=message, revision=target.branch)
         _refuse_difference(api, target, export, commit.oid)
-    return commit.oid, commit.commit_url
+    return Pushed(commit.oid, commit.commit_url, before)
 
 
 def _operations(export: Export) -> list[CommitOperationAdd]:
@@ -105,15 +122,23 @@ def _refuse_other_visibility(api: HfApi, target: Target) -> None:
         raise ConfigError(f"{problem}; pass --public, or name another repository")
 
 
-def _refuse_other_weights(api: HfApi, target: Target, export: Export) -> None:
-    """Raises ConfigError if the repository has weights that this export does not replace: loaders would mix them."""
+def _files_before(api: HfApi, target: Target, export: Export) -> list[str]:
+    """The files of the model in the repository that this export lacks, which loaders would mix with it.
+
+    Raises:
+        ConfigError: If Tunesmith did not write them, and `--replace` does not say that they may go.
+    """
     info = api.model_info(target.repo, revision=target.branch)
-    there = [file.rfilename for file in info.siblings or ()]
-    others = sorted(name for name in there if name.endswith(_WEIGHTS) and name not in export.files)
-    if others:
+    there = sorted(file.rfilename for file in info.siblings or ())
+    own = [name for name in there if _OWN.fullmatch(name)]
+    foreign = [name for name in there if name.endswith(_WEIGHTS) and name not in own]
+    others = foreign if EXPORT_RECORD in there else [*own, *foreign]
+    if others and not target.replace:
         listed = ", ".join(others[:_MOST_LISTED]) + (" and others" if len(others) > _MOST_LISTED else "")
         problem = f"{target.repo} has files of another model: {shortened(listed)}"
-        raise ConfigError(f"{problem}; delete them there, or push to another repository or --revision BRANCH")
+        remedy = "pass --replace to put this one in its place, or push to another repository or --revision BRANCH"
+        raise ConfigError(f"{problem}; {remedy}")
+    return [name for name in [*own, *foreign] if name not in export.files]
 
 
 def _refuse_difference(api: HfApi, target: Target, export: Export, commit: str) -> None:

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def export_seconds(folder: Path, config: TrainConfig) -> float:
 
 def export_checkpoint(
     folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None,
-    averaged: bool = False,
+    averaged: bool = False, again: Mapping[str, Any] | None = None,
 ) -> LoadedBack:  # fmt: skip
     """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
@@ -81,11 +81,18 @@ def export_checkpoint(
     The model is rebuilt on the CPU of one process, so that no wrapper of a strategy affects its names or tensors. Its
     weights stay in their files, where the memory for them is not needed; those that change do so in files of their own.
 
+    Args:
+        folder: the checkpoint.
+        config: the config of the run's newest attempt.
+        target, kind, results, record: see `export`.
+        averaged: whether to export the moving average of the weights.
+        again: how to repeat what the run does not export by itself: parts of `History`.
+
     Raises:
         TrainingError: if the export, loaded back, is not the model that was trained.
     """
     manifest = read_manifest(folder)
-    history = history_of(RunFolder(folder.parent.parent), manifest, averaged)
+    history = replace(history_of(RunFolder(folder.parent.parent), manifest, averaged), **(again or {}))
     described, config = saved_config(config, manifest), saved_config(config, manifest, FREE)
     build = partial(_trained, folder, config, averaged)
     return export(build, config, target, kind, results, record, history, described)
@@ -138,15 +145,15 @@ def export(
     try:
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         history = _with_revision(history or History(), config)
-        said = described or config
-        card = partial(model_card, said, kind, results, loading_code(said, kind), history)
+        its_config = described or config
+        card = partial(model_card, its_config, kind, results, loading_code(its_config, kind), history)
         probes = sample(config, tokenizer, card())
         expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
         weights = {path.name: (path.stat().st_size, sha256(path)) for path in temporary.glob("*.safetensors")}
         (temporary / "README.md").write_text(card(str(checked), weights), encoding="utf-8")
         files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-        stated = export_record(plain(said), history.stages, weights, [*files, EXPORT_RECORD], checked.verdict)
+        stated = export_record(plain(its_config), history.stages, weights, [*files, EXPORT_RECORD], checked.verdict)
         write_json(temporary / EXPORT_RECORD, stated)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
@@ -374,13 +381,24 @@ def export_again(
         is_own = target.absolute() == run.path / export_name(kind, averaged) and run.record.exists()
         record = run.record if is_own else None
         results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
-        checked = export_checkpoint(folder, config, target, kind, results, record, averaged)
+        is_result = folder.name == _chosen(run, names, config) and kind == export_kind(config) and not averaged
+        again = {} if is_result and dtype is None else _repeated(run, manifest["step"], kind, dtype, averaged)
+        checked = export_checkpoint(folder, config, target, kind, results, record, averaged, again)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
     facts = {"dtype": checked.dtype, "loss_difference": checked.difference, "check": str(checked)}
     print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"], **facts}))
+
+
+def _repeated(run: RunFolder, step: int, kind: str, dtype: str | None, averaged: bool) -> dict[str, Any]:
+    """The parts of `History` that say how to repeat an export that a run does not write by itself."""
+    total = (run.read_state() or {}).get("total_steps")
+    line = ["--checkpoint", f"step-{step:08d}", *(["--merged"] if kind == "merged" else [])]
+    line += ["--ema"] if averaged else []
+    line += ["--dtype", dtype] if dtype else []
+    return {"stop_at_step": step if isinstance(total, int) and step < total else None, "export": line}
 
 
 def _chosen(run: RunFolder, names: list[str], config: TrainConfig) -> str:

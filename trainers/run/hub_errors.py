@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from trainers.config.mistakes import Mistake
+
+_STATUS = re.compile(r"(?i)\b(?:status|error)\b[^\d\n:]{0,20}:? ?\(?(40[134])\b")
+_XET = {"XetAuthenticationError": 401, "XetAuthorizationError": 403, "XetObjectNotFoundError": 404}
 
 
 def hub_mistake(name: str, revision: str | None, error: BaseException) -> Mistake | None:
@@ -65,28 +69,41 @@ def push_problem(name: str, branch: str | None, error: BaseException) -> tuple[M
     again = "run the same command again later: files that are there are not sent again"
     may_write = f"set HF_TOKEN to a token that may write to {owner}, or run `hf auth login`"
     for cause in _causes(error):
-        status = getattr(getattr(cause, "response", None), "status_code", None)
+        status, reason = _status(cause), str(getattr(cause, "server_message", None) or _first_line(cause))[:200]
         match cause:
             case errors.OfflineModeIsEnabled():
                 return about(f"{name} cannot be reached: HF_HUB_OFFLINE is set", "unset it"), False
             case errors.RevisionNotFoundError():
                 return about(f"{name} has no branch {branch or 'main'}", "check --revision"), False
-            case errors.HfHubHTTPError() if status == 401:
+            case _ if status == 401:
                 return about("the Hub refuses your token (status 401)", may_write), False
-            case errors.HfHubHTTPError() if status == 403:
-                return about(f"your token may not write to {name} (status 403)", may_write), False
-            case errors.HfHubHTTPError() if status == 404:
+            case _ if status == 403:
+                return about(f"your token may not write to {name} (status 403: {reason})", may_write), False
+            case _ if status == 404:
                 problem = f"{name} is not on the Hub, or your token may not see it (status 404)"
                 return about(problem, f"check the name, and {may_write}"), False
-            case errors.HfHubHTTPError() if status in (409, 412):
+            case _ if status in (409, 412):
                 return about(f"{name} was changed by someone else meanwhile (status {status})", again), True
-            case errors.HfHubHTTPError() if status is not None and (status >= 500 or status == 429):
+            case _ if status is not None and (status >= 500 or status == 429):
                 return about(f"the Hub answers with status {status}", again), True
-            case errors.HfHubHTTPError() if status is not None:
-                reason = getattr(cause, "server_message", None) or _first_line(cause)
-                return about(f"the Hub refuses {name} (status {status}): {str(reason)[:200]}", "see its answer"), False
+            case _ if status is not None:
+                return about(f"the Hub refuses {name} (status {status}): {reason}", "see its answer"), False
         if _is_network(cause):
             return about(f"the Hub is unreachable ({_first_line(cause)})", again), True
+    return None
+
+
+def _status(error: BaseException) -> int | None:
+    """The status of an answer; that of Xet's storage stands in the text of its errors, whose classes hide it."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.HfHubHTTPError):
+        return getattr(error.response, "status_code", None)
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if any(name.startswith("Xet") for name in names) or "ConnectionError" in names:
+        if match := _STATUS.search(str(error)):
+            return int(match[1])
+        return next((status for name, status in _XET.items() if name in names), None)
     return None
 
 

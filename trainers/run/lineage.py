@@ -33,6 +33,7 @@ class Stage:
         method: `full`, `lora` or `qlora`; empty for a folder.
         data: Name or path of its training data.
         step: Step of the weights; None if unknown.
+        base: Name or path of the base model that it started from; empty if unknown.
     """
 
     run: str
@@ -40,6 +41,7 @@ class Stage:
     method: str = ""
     data: str = ""
     step: int | None = None
+    base: str = ""
 
     def __str__(self) -> str:
         if not self.objective:
@@ -54,7 +56,7 @@ def as_stages(value: Any) -> list[Stage]:
     for entry in value if isinstance(value, list) else []:
         if not isinstance(entry, dict) or not isinstance(entry.get("run"), str):
             continue
-        texts = {name: str(entry.get(name) or "")[:_LONGEST] for name in ("run", "objective", "method", "data")}
+        texts = {name: str(entry.get(name) or "")[:_LONGEST] for name in ("run", "objective", "method", "data", "base")}
         step = entry.get("step")
         stages.append(Stage(**texts, step=step if type(step) is int else None))
     return stages
@@ -81,7 +83,8 @@ def stages_of(manifest: Mapping[str, Any], run: str) -> list[Stage]:
     earlier = as_stages(start.get("stages")) if isinstance(start, dict) else []
     objective, method = (str(config.get(name) or "") for name in ("objective", "method"))
     data = str(config.get("mix") or config.get("dataset_name") or "")
-    return [*earlier, Stage(run, short_name(objective), method, data, manifest["step"])]
+    base = str(config.get("model_name_or_path") or "")
+    return [*earlier, Stage(run, short_name(objective), method, data, manifest["step"], base)]
 
 
 def export_record(

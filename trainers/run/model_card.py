@@ -6,12 +6,13 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
-import platform
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -36,6 +37,8 @@ _PRIVATE = frozenset({
 })  # fmt: skip
 """Options that say where a run stands and what it reports to; what they mean for the model is said elsewhere."""
 _PUBLIC_SCHEMES = ("http", "https", "hf")
+_FOLLOW = ("model_name_or_path", "model_revision", "random_init")
+"""Options that follow from `from_run`."""
 _SIZES = ("pp", "dp_replicate", "cp", "sp", "tp", "ep")
 
 
@@ -52,6 +55,9 @@ class History:
         revision: Commit of a base model on the Hub; empty if unknown.
         versions: Of the packages that trained them.
         before, after: Metrics of the evaluation data before the first step, and of these weights.
+        mix: Path of the run's copy of its mix of data; empty without one.
+        stop_at_step: The step at which a repetition is stopped; None if it ends by itself.
+        export: Arguments of the `tunesmith export` that wrote these weights; empty if the run wrote them itself.
     """
 
     stages: Sequence[Stage] = ()
@@ -63,6 +69,9 @@ class History:
     versions: Mapping[str, str] = field(default_factory=versions)
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
+    mix: str = ""
+    stop_at_step: int | None = None
+    export: Sequence[str] = ()
 
 
 def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = False) -> History:
@@ -81,6 +90,9 @@ def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = Fal
             sizes = {name: size for name in _SIZES if (size := getattr(strategy.sizes, name)) > 1}
     except (ConfigError, OSError):
         pass  # the file is gone or damaged; the manifest has the name
+    # Attempts may evaluate on other data, which their rows do not name: only those of the same attempt are compared.
+    (before, first_attempt), (after, attempt) = evaluated(run, 0), evaluated(run, manifest["step"])
+    after = {} if averaged else after
     return History(
         stages_of(manifest, run=run.id),
         str(manifest.get("layout") or ""),
@@ -88,29 +100,44 @@ def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = Fal
         sizes,
         manifest["base"],
         versions=manifest["versions"],
-        before=evaluated(run, 0),
-        after={} if averaged else evaluated(run, manifest["step"]),
+        before=before if first_attempt == attempt else {},
+        after=after,
+        mix=str(run.mix) if run.mix.is_file() else "",
     )
 
 
-def evaluated(run: RunFolder, step: int) -> dict[str, float]:
-    """The metrics of a run's last evaluation at a step; none without one."""
-    metrics: dict[str, float] = {}
+def evaluated(run: RunFolder, step: int) -> tuple[dict[str, float], int | None]:
+    """The metrics of a run's last evaluation at a step, and the attempt that measured it; none without one.
+
+    A row is that of other weights if a later attempt started at or before its step.
+    """
+    rows: list[dict[str, Any]] = []
     try:
         lines = run.metrics.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return metrics
+        return {}, None
     for line in lines:
-        if '"eval_loss"' not in line:
-            continue
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue  # cut off by a crash
-        if isinstance(row, dict) and row.get("step") == step:
-            metrics = {name: value for name, value in row.items()
-                       if name.startswith("eval_") and type(value) in (int, float)}  # fmt: skip
-    return metrics
+        with contextlib.suppress(ValueError):  # cut off by a crash
+            if isinstance(row := parse_json(line), dict) and type(row.get("step")) is int:
+                rows.append(row)
+    last = max((attempt_of(row) for row in rows if row["step"] <= step), default=0)
+    for row in reversed(rows):
+        if row["step"] == step and "eval_loss" in row and attempt_of(row) == last:
+            numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
+            return {name: value for name, value in numbers.items() if name.startswith("eval_")}, last
+    return {}, None
+
+
+def attempt_of(row: Mapping[str, Any]) -> int:
+    """The attempt that wrote a row of metrics."""
+    attempt = row.get("attempt")
+    return attempt if type(attempt) is int else 0
+
+
+def measured_at(results: Mapping[str, Any], last_step: int) -> dict[str, Any]:
+    """The results of a run that are of the exported step; the loss in training is of the last one."""
+    other = {"train_loss"} if results.get("exported_step", last_step) != last_step else set()
+    return {name: value for name, value in results.items() if name not in other}
 
 
 def public(value: Any) -> Any:
@@ -124,9 +151,20 @@ def public(value: Any) -> Any:
     if is_url(value) or "://" in value:
         url = urlsplit(value)
         if url.scheme in _PUBLIC_SCHEMES:
-            return urlunsplit((url.scheme, url.netloc.rpartition("@")[2], url.path, "", ""))
-        return f"{url.scheme}://.../{PurePath(url.path).name}"
+            host = url.netloc.rpartition("@")[2]
+            if url.scheme == "hf" or not _is_private(host):
+                return without_secrets(urlunsplit((url.scheme, host, url.path, "", "")))
+        return without_secrets(f"{url.scheme}://.../{PurePath(url.path).name}")
     return PurePath(value).name if value.startswith(("/", "~")) else without_secrets(value)
+
+
+def _is_private(host: str) -> bool:
+    """Whether a host, with its port, is known in its own network only: by its address, or by a name without a dot."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return not ipaddress.ip_address(name).is_global
+    except ValueError:
+        return "." not in name.rstrip(".") or name.lower().endswith((".local", ".localhost", ".internal", ".lan"))
 
 
 def public_record(value: Any) -> Any:
@@ -165,33 +203,69 @@ def command(config: TrainConfig, history: History) -> str:
         argv += ["--strategy", history.strategy + own]
     argv += ["--num_processes", str(history.processes)] if history.processes else []
     argv += [argument for name, size in history.sizes.items() for argument in (f"--{name}_size", str(size))]
+    follow: tuple[str, ...] = ()
     if config.from_run:
-        argv += ["--from_run", str(public(config.from_run))]
+        before = history.stages[-2].run if len(history.stages) > 1 else config.from_run
+        argv, follow = [*argv, "--from_run", str(public(before))], _FOLLOW
     for name, value in changed_options(config).items():
-        argv += [f"--{name}", text_of(value)]
+        argv += [] if name in follow else [f"--{name}", text_of(value)]
+    argv += ["--stop_at_step", str(history.stop_at_step)] if history.stop_at_step else []
     return shlex.join(argv)
 
 
-def front_matter(config: TrainConfig, kind: str) -> dict[str, Any]:
+def commands(config: TrainConfig, history: History) -> str:
+    """The command that repeats the last stage, and the one that exports its weights if the run does not."""
+    lines = [command(config, history)]
+    if history.export:
+        lines.append("tunesmith export RUN " + shlex.join(history.export))
+    return "\n".join(lines)
+
+
+def starts_from_result(config: TrainConfig) -> bool:
+    """Whether the base is what another run exported, in a folder of this machine; an adapter is on that run's base."""
+    return bool(config.from_run) and config.from_run == config.model_name_or_path
+
+
+def first_base(config: TrainConfig, history: History) -> str:
+    """The base model of the first stage, or of the only one."""
+    stages = history.stages
+    return str(public((stages[0].base or stages[0].run) if starts_from_result(config) and stages
+                      else config.model_name_or_path))  # fmt: skip
+
+
+def about_base(config: TrainConfig, history: History) -> str:
+    """What the weights were trained from: the base model and its commit, or the result of the stage before."""
+    if starts_from_result(config) and len(history.stages) > 1:
+        first, before = history.stages[0], public(history.stages[-2].run)
+        return f"the result of `{before}`" + (f", which began with `{public(first.base)}`" if first.base else "")
+    revision = history.revision or config.model_revision
+    text = f"`{public(config.model_name_or_path)}`" + (f" at revision `{revision}`" if revision else "")
+    return text + (" (a folder of the publisher's)" if config.model_name_or_path.startswith(("/", "~")) else "")
+
+
+def front_matter(config: TrainConfig, kind: str, history: History) -> dict[str, Any]:
     """The card's metadata, as the Hub reads it; the license is left to the publisher."""
     header: dict[str, Any] = {
         "library_name": "peft" if kind == "adapter" else "transformers",
         "tags": ["tunesmith", short_name(config.objective), config.method],
     }
-    if base := hub_id(config.model_name_or_path):
+    stages = history.stages
+    # An adapter cannot be loaded on the first base where that was trained in full before.
+    earlier = stages[0].base if stages and starts_from_result(config) and kind != "adapter" else ""
+    if base := hub_id(config.model_name_or_path) or hub_id(earlier):
         header |= {"base_model": base, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
     if not config.objective_spec.scalar_head:
         header["pipeline_tag"] = "text-generation"
-    datasets = dict.fromkeys(name for data in data_names(config) if (name := hub_id(data)))
+    datasets = dict.fromkeys(name for data in data_names(config, history) if (name := hub_id(data)))
     return header | ({"datasets": list(datasets)} if datasets else {})
 
 
-def data_names(config: TrainConfig) -> list[str]:
-    """Names and paths of the training data: those of a mix's sources, if it can still be read."""
+def data_names(config: TrainConfig, history: History) -> list[str]:
+    """Names and paths of the training data: those of a mix's sources, as the run copied it, if it can be read."""
     if config.mix is None:
         return [config.training_data]
     try:
-        return [source.dataset_name for source in read_mix(config.mix).sources]
+        return [source.dataset_name for source in read_mix(history.mix or config.mix).sources]
     except ConfigError:
         return [config.mix]
 
@@ -216,16 +290,12 @@ def model_card(
         checked: The result of loading the export back.
         weights: Bytes and sha256 of each weight file.
     """
-    base, revision = str(public(config.model_name_or_path)), config.model_revision or history.revision
-    about_base = f"`{base}`" + (f" at revision `{revision}`" if revision else "")
-    if config.model_name_or_path.startswith(("/", "~")):
-        about_base += " (a folder of the publisher's)"
-    title = config.run_name or config.preset or PurePath(base).name
-    data = ", ".join(f"`{public(name)}`" for name in data_names(config))
+    title = config.run_name or config.preset or PurePath(first_base(config, history)).name
+    data = ", ".join(f"`{public(name)}`" for name in data_names(config, history))
     sections = [
-        f"---\n{as_yaml(front_matter(config, kind)).strip()}\n---",
+        f"---\n{as_yaml(front_matter(config, kind, history)).strip()}\n---",
         f"# {title}, fine-tuned",
-        f"{kind.capitalize()} weights of {about_base}, fine-tuned with Tunesmith (objective `"
+        f"{kind.capitalize()} weights of {about_base(config, history)}, fine-tuned with Tunesmith (objective `"
         f"{short_name(config.objective)}`, method `{config.method}`) on {data}.",
         _order(history.stages),
         f"```python\n{code}\n```",
@@ -235,7 +305,7 @@ def model_card(
         "## Options\n\nThose that differ from the defaults; the file `tunesmith.json` has all of them.\n\n"
         f"```yaml\n{as_yaml(changed_options(config)).strip()}\n```",
         _environment(history),
-        "## To repeat it\n\nA path is named by its last part only.\n\n```\n" + command(config, history) + "\n```",
+        "## To repeat it\n\nA path is named by its last part only.\n\n```\n" + commands(config, history) + "\n```",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -244,17 +314,18 @@ def _order(stages: Sequence[Stage]) -> str:
     """The stages of training, if there are several."""
     if len(stages) < 2:
         return ""
-    listed = [Stage(**{**vars(stage), "run": public(stage.run), "data": public(stage.data)}) for stage in stages]
+    listed = [replace(stage, run=public(stage.run), data=public(stage.data)) for stage in stages]
     lines = "\n".join(f"{number}. {stage}" for number, stage in enumerate(listed, 1))
     return f"Trained in {len(stages)} stages, each from the result of the one before:\n\n{lines}"
 
 
 def _results(results: Mapping[str, Any], history: History) -> str:
     """The measured numbers as tables: the evaluation data before and after, and what else the run reports."""
-    before, after, tables = history.before, history.after, []
+    before, after, tables = history.before, history.after, list[str]()
+    first = "before this stage" if len(history.stages) > 1 else "before"
     if after:
         rows = [f"| {name} | {before.get(name, 'not measured')} | {value} |" for name, value in after.items()]
-        tables.append("\n".join(["| evaluation data | before | after |", "|---|---|---|", *rows]))
+        tables.append("\n".join([f"| evaluation data | {first} | after |", "|---|---|---|", *rows]))
     rows = [f"| {name} | {value} |" for name, value in results.items() if name not in after]
     if rows or not after:
         tables.append("\n".join(["| result | value |", "|---|---|", *(rows or ["| none | |"])]))
@@ -272,7 +343,6 @@ def _environment(history: History) -> str:
     facts = [f"strategy {history.strategy}{sizes}"] if history.strategy else []
     facts += [f"processes {history.processes}"] if history.processes else []
     facts += [f"digest of the base weights {history.base}"] if history.base else []
-    facts += [f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"]
     facts += [f"{name} {number}" for name, number in history.versions.items()]
     return "## Environment\n\n" + "\n".join(f"- {fact}" for fact in facts)
 

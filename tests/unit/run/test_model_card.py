@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,26 @@ from huggingface_hub import ModelCard
 from app.command_line import TRAIN
 from tests.made_runs import add_sealed_checkpoint, made_run
 from tests.parity.runs import mostly_long
+from tests.unit.run.test_from_run import finished, resolved
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.config.presets import preset_names
 from trainers.config.validation import build
 from trainers.run.folder import write_json
+from trainers.run.from_run import resolve_request
 from trainers.run.lineage import Stage
 from trainers.run.manifest import read_manifest
-from trainers.run.model_card import History, changed_options, command, evaluated, history_of, model_card, public
+from trainers.run.model_card import (
+    History,
+    changed_options,
+    command,
+    commands,
+    evaluated,
+    history_of,
+    measured_at,
+    model_card,
+    public,
+)
 
 
 def card(config: TrainConfig, kind: str = "adapter", history: History | None = None) -> ModelCard:
@@ -68,9 +82,15 @@ def test_the_sources_of_a_mix_are_named(tmp_path: Path) -> None:
         ("/home/me/data/my.jsonl", "my.jsonl"),
         ("~/my.jsonl", "my.jsonl"),
         (["/home/me/own.py:score", "exact_match"], ["own.py:score", "exact_match"]),
-        ("https://user:pass@host/a.jsonl?sig=x", "https://host/a.jsonl"),
+        ("https://user:pass@host.org/a.jsonl?sig=x", "https://host.org/a.jsonl"),
         ("postgresql://user:pass@10.0.0.1/rows", "postgresql://.../rows"),
         ("s3://internal-bucket/rows.jsonl", "s3://.../rows.jsonl"),
+        ("http://localhost:8000/a.jsonl", "http://.../a.jsonl"),
+        ("https://data-server/a.jsonl", "https://.../a.jsonl"),
+        ("http://192.168.1.7:80/a.jsonl", "http://.../a.jsonl"),
+        ("http://[::1]:80/a.jsonl", "http://.../a.jsonl"),
+        ("https://8.8.8.8/a.jsonl", "https://8.8.8.8/a.jsonl"),
+        ("hf://datasets/org/logs/a.jsonl", "hf://datasets/org/logs/a.jsonl"),
         ({"a": "/x/y"}, {"a": "y"}),
         ("org/rows", "org/rows"),
         (3, 3),
@@ -83,6 +103,8 @@ def test_values_as_others_may_read_them(value: Any, seen: Any) -> None:
 def test_a_secret_of_the_environment_is_not_in_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "sk-123456789")
     assert "sk-123456789" not in str(card(config(columns={"prompt": "sk-123456789"})))
+    assert public("https://host.org/sk-123456789/a.jsonl") == "https://host.org/***/a.jsonl"
+    assert public("s3://bucket/sk-123456789") == "s3://.../***"
 
 
 @pytest.mark.parametrize("name", mostly_long(preset_names(), ["tiny-lora", "tiny-dpo", "tiny-distill"]))
@@ -108,7 +130,77 @@ def test_the_history_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     assert (history.strategy, history.processes) == ("hsdp", 4)
     assert history.sizes == {"dp_replicate": 2}
     assert history.before == {"eval_loss": 3.0}
-    assert history.after == evaluated(run, 30) != evaluated(run, 60)
+    assert history.after == evaluated(run, 30)[0] != evaluated(run, 60)[0]
     assert history_of(run, read_manifest(folder), averaged=True).after == {}, "the average was not evaluated"
+    stages = [Stage("first", "sft"), *history.stages]
+    text = model_card(config(), "adapter", {}, "", replace(history, stages=stages))
+    assert "| evaluation data | before this stage | after |" in text
+    assert "Python" not in text.partition("## Environment")[2], "that of training is unknown"
     other = history_of(run, read_manifest(add_sealed_checkpoint(run, 40, layout="ddp", world=2)))
     assert (other.strategy, other.sizes) == ("ddp", {}), "the file is that of another attempt"
+
+
+def test_rows_that_a_later_attempt_replaced_are_not_those_of_the_weights(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "mine", steps=60)
+    rows = [(0, 0, 3.0), (0, 10, 2.0), (0, 30, 1.5), (1, 11, None), (1, 20, 1.8), (2, 31, None)]
+    lines = [
+        json.dumps({"step": step, "attempt": attempt, **({"eval_loss": loss} if loss else {"loss": 1.0})})
+        for attempt, step, loss in rows
+    ]
+    run.metrics.write_text("\n".join(lines))
+    assert evaluated(run, 10) == ({"eval_loss": 2.0}, 0)
+    assert evaluated(run, 20) == ({"eval_loss": 1.8}, 1)
+    assert evaluated(run, 30) == ({}, None), "the attempt that came to this step did not evaluate"
+    first, second = (history_of(run, read_manifest(add_sealed_checkpoint(run, step))) for step in (10, 20))
+    assert (first.before, first.after) == ({"eval_loss": 3.0}, {"eval_loss": 2.0})
+    assert (second.before, second.after) == ({}, {"eval_loss": 1.8}), "perhaps of other evaluation data"
+
+
+def test_the_loss_in_training_is_left_out_where_an_earlier_step_is_exported() -> None:
+    results = {"train_loss": 0.5, "eval_loss": 0.7, "exported_step": 40}
+    assert measured_at(results, 60) == {"eval_loss": 0.7, "exported_step": 40}
+    assert measured_at(results, 40) == results
+
+
+def test_the_commit_is_named_rather_than_a_branch() -> None:
+    branch = config(model_revision="main")
+    assert "`org/base` at revision `0123abc`, fine-tuned" in card(branch, history=History(revision="0123abc")).text
+    assert "`org/base` at revision `main`, fine-tuned" in card(branch).text
+
+
+def test_the_sources_are_those_of_the_run_s_own_copy_of_the_mix(tmp_path: Path) -> None:
+    write_json(tmp_path / "mix.yaml", {"sources": [{"dataset_name": "org/new"}]})
+    write_json(tmp_path / "copy.yaml", {"sources": [{"dataset_name": "org/old"}]})
+    mixed = config(dataset_name=None, mix=str(tmp_path / "mix.yaml"))
+    assert card(mixed, history=History(mix=str(tmp_path / "copy.yaml"))).data.datasets == ["org/old"]
+
+
+def test_an_earlier_checkpoint_is_repeated_by_two_commands() -> None:
+    line = ["--checkpoint", "step-00000020", "--merged"]
+    first, second = commands(config(), History(stop_at_step=20, export=line)).splitlines()
+    assert first.endswith("--stop_at_step 20")
+    args = TRAIN.read(shlex.split(first)[2:])
+    assert args
+    assert args.request.resolve().stop_at_step == 20
+    assert second == "tunesmith export RUN --checkpoint step-00000020 --merged"
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_after_another_run_the_command_names_that_run(method: str, tmp_path: Path) -> None:
+    """And not the folder `model` of its export, which is called the same in every run."""
+    run = finished(tmp_path / "runs", "first", method)
+    wanted = resolved("first")
+    stages = [Stage("first", "sft", method, "rows", 60, "org/base"), Stage("second", "dpo", method, "rows", 5)]
+    words = shlex.split(command(wanted, History(stages)))
+    assert words[2:4] == ["--from_run", "first"]
+    args = TRAIN.read(words[2:])
+    assert args
+    again = resolve_request(args.request)
+    assert changed_options(again) == changed_options(wanted)
+    assert (again.from_run, again.method) == (str(run.model), method)
+    found = card(wanted, "full", History(stages))
+    if method == "full":
+        assert "weights of the result of `first`, which began with `org/base`, fine-tuned" in found.text
+        assert found.data.base_model == "org/base"
+        assert card(wanted, "adapter", History(stages)).data.base_model is None, "it is on other weights"

@@ -32,6 +32,7 @@ from tests.unit.checkpoint.test_export import config, saved_base, trained
 from trainers.checkpoint import export
 from trainers.embedded import BASE_DIR
 from trainers.run.folder import RunFolder
+from trainers.run.hub_errors import push_problem
 from trainers.run.manifest import sha256
 from trainers.run.model_card import History
 
@@ -166,8 +167,12 @@ def test_a_local_base_gets_its_name_on_the_hub(hub: ReceivingHub, exports: Path,
     pushed = hub.folder / "adapter"
     assert json.loads((pushed / "adapter_config.json").read_text())["base_model_name_or_path"] == "org/base"
     assert json.loads((pushed / "tunesmith.json").read_text())["config"]["model_name_or_path"] == "org/base"
-    data = ModelCard.load(pushed / "README.md").data
-    assert (data.base_model, data.base_model_relation) == ("org/base", "adapter")
+    card = ModelCard.load(pushed / "README.md")
+    assert (card.data.base_model, card.data.base_model_relation) == ("org/base", "adapter")
+    assert "Adapter weights of `org/base`, fine-tuned" in card.text
+    assert "--model_name_or_path org/base " in card.text
+    assert "my-base" in (exports / "adapter" / "README.md").read_text(), "control"
+    assert "my-base" not in card.text
 
 
 def test_a_dry_run_lists_files_and_sends_nothing(
@@ -194,8 +199,12 @@ def test_a_branch_is_made(hub: ReceivingHub, run: RunFolder, push: Push) -> None
 
 REFUSED: dict[str, tuple[dict[str, Refusal], int, str]] = {
     "token": ({"/": fake_hub.BAD_TOKEN}, 2, r"the Hub refuses your token \(status 401\); set HF_TOKEN to a token that"),
-    "no right": ({"/repos/create": (403, "", "no")}, 2, r"your token may not write to owner/tuned \(status 403\)"),
-    "right to read": ({"/preupload/": (403, "", "no")}, 2, r"your token may not write to owner/tuned \(status 403\)"),
+    "no right": (
+        {"/repos/create": (403, "", "over quota")},
+        2,
+        r"may not write to .* \(status 403: .*over quota",
+    ),
+    "right to read": ({"/preupload/": (403, "", "no")}, 2, r"your token may not write to owner/tuned \(status 403: "),
     "no owner": ({"/": (404, "RepoNotFound", "no")}, 2, r"owner/tuned is not on the Hub, or .* \(status 404\); check"),
     "changed": ({"/commit/": (412, "", "no")}, 1, r"owner/tuned was changed by someone else .*; run the same command"),
     "conflict": ({"/commit/": (409, "", "no")}, 1, r"owner/tuned was changed by someone else .* \(status 409\)"),
@@ -252,13 +261,30 @@ def test_private_weights_do_not_go_to_a_public_repository(hub: ReceivingHub, pus
     assert push("mine", "owner/open", "--public") == push("mine", "owner/closed") == 0, "control"
 
 
-def test_weights_of_another_model_are_not_mixed_in(hub: ReceivingHub, push: Push, capsys: Any) -> None:
-    hub.make("used", True, **{"model-00001-of-00009.safetensors": b"", "LICENSE": b"mine"})
+@pytest.mark.parametrize("name", ["model-00001-of-00009.safetensors", "tokenizer.json", "model.gguf"])
+def test_another_model_is_replaced_only_where_that_is_said(
+    name: str, hub: ReceivingHub, push: Push, capsys: Any
+) -> None:
+    """Also files of the same name, which the commit would overwrite."""
+    there = hub.make("used", True, **{name: b"other", "LICENSE": b"mine"})
     assert push("mine", "owner/used") == 2
-    _one_error(capsys, "owner/used has files of another model: model-00001-of-00009.safetensors; delete them there")
-    (hub.folder / "used" / "model-00001-of-00009.safetensors").unlink()
-    assert push("mine", "owner/used") == 0, "control"
-    assert (hub.folder / "used" / "LICENSE").read_bytes() == b"mine"
+    _one_error(capsys, f"owner/used has files of another model: {name}; pass --replace to put this one in its place")
+    assert ((there / name).read_bytes(), hub.received) == (b"other", {})
+    assert push("mine", "owner/used", "--replace") == 0
+    assert not (there / name).exists() or (there / name).read_bytes() != b"other"
+    assert (there / "LICENSE").read_bytes() == b"mine"
+
+
+def test_files_of_the_model_before_that_this_one_lacks_are_deleted(
+    hub: ReceivingHub, run: RunFolder, push: Push, capsys: Any
+) -> None:
+    before = {"tunesmith.json": b"{}", "added_tokens.json": b"{}", "model-00009-of-00009.safetensors": b"x"}
+    there = hub.make("used", True, **before, **{"chat_template.json": b"{}", "notes.json": b"{}"})
+    assert push("mine", "owner/used") == 0
+    assert {*os.listdir(there)} - {*os.listdir(run.model)} == {".gitattributes", "notes.json"}
+    said = capsys.readouterr().err
+    assert "deleted there: added_tokens.json of the model before" in said
+    assert "notes.json" not in said
 
 
 def test_a_file_that_the_hub_leaves_out_is_missed(hub: ReceivingHub, push: Push, capsys: Any) -> None:
@@ -330,7 +356,41 @@ def test_what_is_not_an_export_as_it_was_written_is_refused(
     damage(run, case)
     assert push("mine", "owner/tuned") == 2
     _one_error(capsys, DAMAGES[case])
-    assert hub.requests == []
+    if case == "changed":  # weights are read after the refusals that cost nothing
+        assert sorted(os.listdir(hub.folder / "tuned")) == [".gitattributes"]
+    else:
+        assert hub.requests == []
+
+
+def test_weights_are_read_after_the_refusals_that_cost_nothing(
+    hub: ReceivingHub, run: RunFolder, push: Push, capsys: Any
+) -> None:
+    damage(run, "changed")
+    hub.make("open", private=False)
+    assert push("mine", "owner/open") == 2
+    _one_error(capsys, "owner/open is public")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("XetAuthenticationError", "no", r"refuses your token \(status 401\)"),
+        ("XetError", "HTTP status client error (404 Not Found)", r"is not on the Hub, or .* \(status 404\)"),
+        (
+            "ConnectionError",
+            "HTTP status client error (403 Forbidden) for url",
+            r"may not write to .* \(status 403: HTTP",
+        ),
+        ("ConnectionError", "connect to host 10.0.0.401 failed", "the Hub is unreachable"),
+    ],
+)
+def test_errors_of_xet_are_explained_by_their_status(name: str, text: str, sentence: str) -> None:
+    """Its classes are not those of the Hub's client, and some are of lost connections."""
+    kind = ConnectionError if name == "ConnectionError" else type(name, (Exception,), {})
+    explained = push_problem("owner/tuned", None, kind(text))
+    assert explained
+    assert re.search(sentence, str(explained[0]))
+    assert explained[1] == ("unreachable" in sentence)
 
 
 @pytest.mark.parametrize(
