@@ -72,8 +72,8 @@ class ReceivingHub(FakeHub):
         self.tokens.add(handler.headers.get("Authorization"))
         known = _AT_REVISION.search(path)
         if known and f"{known[1]} {known[3]}" in self.places:
-            place = self.places[f"{known[1]} {known[3]}"]
-            handler.path = handler.path.replace(known[0], f"/owner/{place}/{known[2]}/main")
+            alias = self.places[f"{known[1]} {known[3]}"]
+            handler.path = handler.path.replace(known[0], f"/owner/{alias}/{known[2]}/main")
         routes = {
             r"/api/repos/create": self._create, r"/api/validate-yaml": lambda *_: (200, {}),
             r"/api/models/owner/([\w.-]+)/preupload/([\w.-]+)": self._preupload,

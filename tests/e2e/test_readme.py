@@ -177,10 +177,10 @@ def test_models_are_served(tmp_path: Path) -> None:
     launch_well(run.path, 1, {"preset": "tiny-lora", "max_steps": 2, "eval_dataset_name": "none"})
     token, names = "token-of-the-test", []
     for line in MODEL_SERVING:
-        words = [*TUNESMITH, *shlex.split(line.replace("step-00000100", "step-00000002"))[1:], "--port", "0"]
+        argv = [*TUNESMITH, *shlex.split(line.replace("step-00000100", "step-00000002"))[1:], "--port", "0"]
         env = environment(PYTHONPATH=str(ROOT), TUNESMITH_SERVE_TOKEN=token, CUDA_VISIBLE_DEVICES="")
         program = subprocess.Popen(
-            words, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         assert program.stdout
         assert program.stderr
@@ -190,8 +190,8 @@ def test_models_are_served(tmp_path: Path) -> None:
                 assert program.returncode == 2
                 continue
             url = program.stdout.readline().strip()
-            asked = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {token}"})  # noqa: S310
-            with urllib.request.urlopen(asked, timeout=300) as answer:  # noqa: S310 - its own address
+            request = urllib.request.Request(f"{url}/models", headers={"Authorization": f"Bearer {token}"})  # noqa: S310
+            with urllib.request.urlopen(request, timeout=300) as answer:  # noqa: S310 - its own address
                 names += [model["id"] for model in json.load(answer)["data"]]
             program.send_signal(signal.SIGTERM)
             assert program.wait(timeout=300) == 0

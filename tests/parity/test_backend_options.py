@@ -50,12 +50,12 @@ if "RANK" in os.environ:
     def written(made):
         units = [part for part in made.model.modules() if isinstance(part, (FullyShardedDataParallel, FSDPModule))]
         unit = units[0] if isinstance(units[0], FullyShardedDataParallel) else None
-        found = {"units": len(units)}
+        seen = {"units": len(units)}
         if unit is not None:
-            found |= {"backward_prefetch": str(unit.backward_prefetch).rpartition(".")[2],
+            seen |= {"backward_prefetch": str(unit.backward_prefetch).rpartition(".")[2],
                       "sharding": unit.sharding_strategy.name, "group": unit.process_group.size()}
         with open(os.path.join(FOLDER, os.environ["RANK"] + ".json"), "w") as file:
-            json.dump(found, file)
+            json.dump(seen, file)
         probe(made)
 
     backend.Backend.warm_up_buckets = written
@@ -121,17 +121,17 @@ def test_fsdp_is_told(name: str, tmp_path: Path) -> None:
     file = write(tmp_path, "FSDP", fsdp_config=settings)
     finished = launch_well(tmp_path / "run", 2, options("full", True), strategy=file, **probed(tmp_path))
     assert curve(finished).agrees(reference("full", True))
-    found = json.loads((tmp_path / "0.json").read_text())
-    assert {key: found[key] for key in expected} == expected
+    seen = json.loads((tmp_path / "0.json").read_text())
+    assert {key: seen[key] for key in expected} == expected
 
 
 def on_two_machines(folder: Path, file: str, processes: int, **variables: str) -> Finished:
     """Two plain launchers with half of the ranks each, as on two machines."""
-    port, programs, asked = str(free_port()), [], options("full", True, output_dir=folder / "run")
+    port, programs, values = str(free_port()), [], options("full", True, output_dir=folder / "run")
     for machine in ("0", "1"):
         line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", file]
         line += ["--num_processes", str(processes), "--num_machines", "2", "--machine_rank", machine]
-        line += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, str(SCRIPT), *flags(asked)]
+        line += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, str(SCRIPT), *flags(values)]
         env = environment(**variables, XDG_STATE_HOME=str(folder / machine))  # where devices are locked
         programs.append(forked.Popen(line, env=env))
     try:
@@ -149,8 +149,8 @@ def test_fsdp1_shards_within_machines_and_replicates_across(sharding: str, tmp_p
     finished = on_two_machines(tmp_path, file, 4, **probed(tmp_path, DEVICES_PER_MACHINE="2"))
     assert curve(finished).agrees(reference("full", True))
     for rank in range(4):
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert (found["sharding"], found["group"]) == (sharding, 2)
+        seen = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert (seen["sharding"], seen["group"]) == (sharding, 2)
 
 
 @long
@@ -303,11 +303,11 @@ def test_units_by_size(least: int, classes: list[str]) -> None:
 @pytest.mark.parametrize(("precision", "fits"), [("no", True), ("bf16", False)])
 def test_fsdp1_refuses_adapters_that_it_cannot_flatten(precision: str, fits: bool) -> None:
     targets = "embed_tokens,q_proj"
-    asked = config("lora", True, lora_target_modules=targets, mixed_precision=precision)
+    settings = config("lora", True, lora_target_modules=targets, mixed_precision=precision)
     with (
         nullcontext() if fits else pytest.raises(ConfigError, match=r"fsdp1 cannot shard the adapter at .*embed_tokens")
     ):
-        _refuse_odd_adapters(LossModule(build_model(asked)))
+        _refuse_odd_adapters(LossModule(build_model(settings)))
 
 
 def test_weights_that_are_not_whole_are_seen() -> None:

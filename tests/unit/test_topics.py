@@ -50,8 +50,8 @@ def page_of(text: str) -> dict[str, str]:
 
 def rows_of(text: str) -> list[tuple[str, str, str]]:
     """Item, state and text of each settled item."""
-    found = (_ROW.match(line) for line in text.splitlines())
-    return [(row[1], row[3], row[4]) for row in found if row]
+    matches = (_ROW.match(line) for line in text.splitlines())
+    return [(row[1], row[3], row[4]) for row in matches if row]
 
 
 def unsettled(text: str, items: list[str]) -> list[str]:
@@ -83,10 +83,10 @@ def collected_from(file: Path) -> frozenset[str]:
 
 def missing_tests(text: str) -> list[str]:
     """Tests that a page names and that are not there."""
-    named = dict.fromkeys(_TEST.findall(text))
+    tests = dict.fromkeys(_TEST.findall(text))
     return [
         f"{file}::{name}"
-        for file, name in named
+        for file, name in tests
         if not (ROOT / file).is_file() or name not in collected_from(ROOT / file) or not name.startswith("test_")
     ]
 
@@ -99,21 +99,21 @@ def commands_of(text: str) -> Iterator[str]:
 
 def check_command(line: str) -> None:
     """Raises what the program would raise of this command line before anything is started."""
-    program, *words = shlex.split(line)
+    program, *argv = shlex.split(line)
     if program == "accelerate":
-        script = next(index for index, word in enumerate(words) if word.endswith("train.py"))
-        from_launcher(words, "train.py")
-        parse_request(words[script + 1 :]).resolve()
+        script = next(index for index, word in enumerate(argv) if word.endswith("train.py"))
+        from_launcher(argv, "train.py")
+        parse_request(argv[script + 1 :]).resolve()
     elif program == "torchrun":
-        after = words[words.index("trainers/train.py") + 1 :]
+        after = argv[argv.index("trainers/train.py") + 1 :]
         at = after.index("--accelerate_config")
         load_strategy(after[at + 1])
         parse_request(after[:at] + after[at + 2 :]).resolve()
-    elif words[0] in VERBS:
-        verb, check = VERBS[words[0]]
-        args = verb.read(words[1:])
+    elif argv[0] in VERBS:
+        verb, check = VERBS[argv[0]]
+        args = verb.read(argv[1:])
         assert args is not None
-        if args.request.mistakes or args.names == [] == words[1:]:
+        if args.request.mistakes or args.names == [] == argv[1:]:
             raise ConfigError(list(args.request.mistakes))
         if not {"on", "table"} & set(args.own):
             check(args)
@@ -121,10 +121,10 @@ def check_command(line: str) -> None:
         command: Any = typer.main.get_command(verbs)
         try:
             while hasattr(command, "commands"):
-                command, words = command.commands.get(words[0]), words[1:]
+                command, argv = command.commands.get(argv[0]), argv[1:]
             if command is None:
                 raise ConfigError(f"no such verb: {line}")
-            command.make_context(line, words)
+            command.make_context(line, argv)
         except Exception as error:
             if mistakes := said(error):
                 raise ConfigError("; ".join(mistakes)) from error
@@ -151,17 +151,17 @@ def bare_topics(text: str) -> list[str]:
     """Topics that lack a part, in the order of the parts, or a picture."""
     wrong = []
     for name, body in page_of(text).items():
-        found = re.findall(r"^- \*\*([\w ]+)\*\*:", body, re.MULTILINE)
-        whole = found == list(PARTS) and "```text" in body
-        if not whole and name != "Other frameworks":
+        headings = re.findall(r"^- \*\*([\w ]+)\*\*:", body, re.MULTILINE)
+        complete = headings == list(PARTS) and "```text" in body
+        if not complete and name != "Other frameworks":
             wrong.append(name)
     return wrong
 
 
 def strategies_without_topic(text: str) -> set[str]:
     """Strategies that no command of a page names."""
-    named = {name for line in commands_of(text) for name in re.findall(r"--strateg(?:y|ies) ([\w,]+)", line)}
-    return set(strategy_names()) - {each for name in named for each in name.split(",")}
+    names = {name for line in commands_of(text) for name in re.findall(r"--strateg(?:y|ies) ([\w,]+)", line)}
+    return set(strategy_names()) - {each for name in names for each in name.split(",")}
 
 
 def dead_ends(anchors_of_messages: list[str]) -> list[str]:
@@ -207,10 +207,10 @@ def test_every_command_can_be_typed(line: str, tmp_path: Path, monkeypatch: pyte
 
 def test_every_message_names_a_section_that_is_there() -> None:
     files = [file for top in ("trainers", "app", "ui") for file in (ROOT / top).rglob("*.py")]
-    named = re.findall(r"docs/[\w-]+\.md(?:#[\w-]+)?", "\n".join(file.read_text(encoding="utf-8") for file in files))
+    links = re.findall(r"docs/[\w-]+\.md(?:#[\w-]+)?", "\n".join(file.read_text(encoding="utf-8") for file in files))
     constants = [value for name, value in vars(topics).items() if name.isupper()]
-    assert {f"see {text}" for text in named if "topics.md#" in text} == set(constants)
-    assert dead_ends(named) == []
+    assert {f"see {text}" for text in links if "topics.md#" in text} == set(constants)
+    assert dead_ends(links) == []
 
 
 def test_the_frameworks_are_compared() -> None:
@@ -222,12 +222,12 @@ def test_the_frameworks_are_compared() -> None:
 def test_what_is_wrong_is_seen() -> None:
     """Control of each check above."""
     row = '| {} | "words" | {}: {} |'
-    here, gpu = "`tests/unit/test_docs.py::test_the_readme_is_a_door`", "`tests/gpu/test_sync.py::test_gone`"
+    works, gpu = "`tests/unit/test_docs.py::test_the_readme_is_a_door`", "`tests/gpu/test_sync.py::test_gone`"
     text = "\n".join([
         "\n## One", "- **Command**: `tunesmith train tiny-full --strategy ddp`", "",
-        row.format("a", WORKS, here), row.format("a", WORKS, here), row.format("b", WORKS, "it does"),
-        row.format("c", WORKS, gpu), row.format("d", NEEDS_GPU, here), row.format("e", ENDS[0], "no"),
-        row.format("f", "**untested**", "the code is there, and nothing has ever run it"), row.format("g", WORKS, here),
+        row.format("a", WORKS, works), row.format("a", WORKS, works), row.format("b", WORKS, "it does"),
+        row.format("c", WORKS, gpu), row.format("d", NEEDS_GPU, works), row.format("e", ENDS[0], "no"),
+        row.format("f", "**untested**", "the code is there, and nothing ever ran it"), row.format("g", WORKS, works),
     ])  # fmt: skip
     assert unsettled(text, [*"abcdefh"]) == [
         "a is there 2 times", "h is there 0 times", "g is no item", "b works without a test", "c works without a test",

@@ -41,7 +41,7 @@ def runs(elsewhere: None, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("flags", "says"),
     [
         (["--engine", "tgi"], "engine='tgi' is unknown; use transformers or vllm"),
         (["--engine", "vllm"], "engine=vllm is not installed; run: pip install vllm"),
@@ -55,8 +55,8 @@ def runs(elsewhere: None, tmp_path: Path) -> Path:
         (["--device", "gpu"], "device='gpu' is unknown"), (["--revision", "a b"], "revision='a b' is not a branch"),
     ],
 )  # fmt: skip
-def test_a_wrong_option_is_refused(runs: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_verb(["serve", "first", *words]) == 2
+def test_a_wrong_option_is_refused(runs: Path, flags: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_verb(["serve", "first", *flags]) == 2
     assert says in capsys.readouterr().err
 
 
@@ -113,8 +113,8 @@ def test_a_port_that_is_taken_is_refused(runs: Path, capsys: pytest.CaptureFixtu
 
 
 def options_of(argv: list[str]) -> dict[str, str]:
-    words = argv[argv.index("serve") + 2 :]
-    pairs = {word: following for word, following in zip(words, [*words[1:], ""], strict=True) if word.startswith("--")}
+    flags = argv[argv.index("serve") + 2 :]
+    pairs = {word: following for word, following in zip(flags, [*flags[1:], ""], strict=True) if word.startswith("--")}
     return {name: "" if value.startswith("--") else value for name, value in pairs.items()}
 
 
@@ -178,9 +178,9 @@ def test_a_checkpoint_is_exported_first(runs: Path) -> None:
 
 def test_the_token_goes_to_vllm_in_its_variable_alone() -> None:
     outer = {"TUNESMITH_SERVE_TOKEN": TOKEN, "VLLM_API_KEY": "old", "PATH": "/bin"}
-    made = vllm_environment(outer, TOKEN, "box", {"CUDA_VISIBLE_DEVICES": "GPU-1"})
-    assert {name for name, value in made.items() if TOKEN in value} == {"VLLM_API_KEY"}
-    assert (made["TUNESMITH_SERVE_HOST"], made["CUDA_VISIBLE_DEVICES"], made["PATH"]) == ("box", "GPU-1", "/bin")
+    env = vllm_environment(outer, TOKEN, "box", {"CUDA_VISIBLE_DEVICES": "GPU-1"})
+    assert {name for name, value in env.items() if TOKEN in value} == {"VLLM_API_KEY"}
+    assert (env["TUNESMITH_SERVE_HOST"], env["CUDA_VISIBLE_DEVICES"], env["PATH"]) == ("box", "GPU-1", "/bin")
     assert "VLLM_API_KEY" not in vllm_environment(outer, None, "box", {})
     assert TOKEN not in " ".join(vllm_argv(NamedModel("org/m"), "box", 1, 5))
 

@@ -59,21 +59,21 @@ def test_what_is_local_is_named_by_its_last_part_alone(tmp_path: Path) -> None:
     local = config(model_name_or_path=str(tmp_path / "base"), dataset_name=str(tmp_path / "my.jsonl"),
                    cache_dir=str(tmp_path / "cache"), from_run=None, run_name="tuned")  # fmt: skip
     stages = [Stage(str(tmp_path / "first")), Stage("second", "sft", "lora", str(tmp_path / "my.jsonl"), 5)]
-    found = card(local, history=History(stages, "ddp", 2))
-    assert str(tmp_path) not in str(found)
-    assert (found.data.base_model, found.data.datasets) == (None, None)
-    assert "Adapter weights of `base` (a folder of the publisher's), fine-tuned" in found.text
-    assert "on `my.jsonl`" in found.text
-    assert "1. the weights in first\n2. second (sft on my.jsonl, method=lora, step 5)" in found.text
+    parsed = card(local, history=History(stages, "ddp", 2))
+    assert str(tmp_path) not in str(parsed)
+    assert (parsed.data.base_model, parsed.data.datasets) == (None, None)
+    assert "Adapter weights of `base` (a folder of the publisher's), fine-tuned" in parsed.text
+    assert "on `my.jsonl`" in parsed.text
+    assert "1. the weights in first\n2. second (sft on my.jsonl, method=lora, step 5)" in parsed.text
 
 
 def test_the_sources_of_a_mix_are_named(tmp_path: Path) -> None:
     (tmp_path / "own.jsonl").write_text('{"text": "a"}\n')
     write_json(tmp_path / "mix.yaml", {"sources": [{"dataset_name": "org/rows"}, {"dataset_name": "own.jsonl"}]})
-    found = card(config(dataset_name=None, mix=str(tmp_path / "mix.yaml")))
-    assert found.data.datasets == ["org/rows"]
-    assert "on `org/rows`, `own.jsonl`." in found.text
-    assert str(tmp_path) not in str(found)
+    parsed = card(config(dataset_name=None, mix=str(tmp_path / "mix.yaml")))
+    assert parsed.data.datasets == ["org/rows"]
+    assert "on `org/rows`, `own.jsonl`." in parsed.text
+    assert str(tmp_path) not in str(parsed)
 
 
 @pytest.mark.parametrize(
@@ -113,9 +113,9 @@ def test_the_command_gives_the_options_of_the_run(name: str) -> None:
     teacher = {"teacher": "org/teacher"} if name == "tiny-distill" else {}
     chosen = {"learning_rate": "1e-5", "dataset_name": "org/rows", **teacher}
     wanted = Request(preset=name, options=chosen).resolve()
-    words = shlex.split(command(wanted, History(strategy="fsdp2", processes=8, sizes={"tp": 2})))
-    assert words[:8] == ["tunesmith", "train", "--strategy", "fsdp2", "--num_processes", "8", "--tp_size", "2"]
-    args = TRAIN.read(words[2:])
+    argv = shlex.split(command(wanted, History(strategy="fsdp2", processes=8, sizes={"tp": 2})))
+    assert argv[:8] == ["tunesmith", "train", "--strategy", "fsdp2", "--num_processes", "8", "--tp_size", "2"]
+    args = TRAIN.read(argv[2:])
     assert args
     got = args.request.resolve()
     assert changed_options(got) == changed_options(wanted)
@@ -192,15 +192,15 @@ def test_after_another_run_the_command_names_that_run(method: str, tmp_path: Pat
     run = finished(tmp_path / "runs", "first", method)
     wanted = resolved("first")
     stages = [Stage("first", "sft", method, "rows", 60, "org/base"), Stage("second", "dpo", method, "rows", 5)]
-    words = shlex.split(command(wanted, History(stages)))
-    assert words[2:4] == ["--from_run", "first"]
-    args = TRAIN.read(words[2:])
+    argv = shlex.split(command(wanted, History(stages)))
+    assert argv[2:4] == ["--from_run", "first"]
+    args = TRAIN.read(argv[2:])
     assert args
     again = resolve_request(args.request)
     assert changed_options(again) == changed_options(wanted)
     assert (again.from_run, again.method) == (str(run.model), method)
-    found = card(wanted, "full", History(stages))
+    parsed = card(wanted, "full", History(stages))
     if method == "full":
-        assert "weights of the result of `first`, which began with `org/base`, fine-tuned" in found.text
-        assert found.data.base_model == "org/base"
+        assert "weights of the result of `first`, which began with `org/base`, fine-tuned" in parsed.text
+        assert parsed.data.base_model == "org/base"
         assert card(wanted, "adapter", History(stages)).data.base_model is None, "it is on other weights"

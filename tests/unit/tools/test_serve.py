@@ -134,12 +134,12 @@ def _tokenizer() -> Any:
 def plainly(model: Any, seed: int | None = None, **sampling: Any) -> str:
     """What stock transformers answers, greedily without a seed."""
     tokenizer = _tokenizer()
-    asked = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    inputs = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     if seed is not None:
         torch.manual_seed(seed)
     with torch.inference_mode():
-        out = model.generate(**asked, max_new_tokens=40, do_sample=seed is not None, top_k=0, **sampling)
-    return str(tokenizer.decode(out[0, asked["input_ids"].shape[1] :], skip_special_tokens=True))
+        out = model.generate(**inputs, max_new_tokens=40, do_sample=seed is not None, top_k=0, **sampling)
+    return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
 def ask(client: openai.OpenAI, **options: Any) -> Any:

@@ -67,9 +67,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReceivingHu
 @pytest.fixture
 def run(exports: Path, tmp_path: Path) -> RunFolder:
     """A run in `runs/mine` that exported full weights."""
-    made = made_run(tmp_path / "runs", "mine")
-    shutil.copytree(exports / "full", made.model)
-    return made
+    run = made_run(tmp_path / "runs", "mine")
+    shutil.copytree(exports / "full", run.model)
+    return run
 
 
 Push = Callable[..., int]
@@ -282,9 +282,9 @@ def test_files_of_the_model_before_that_this_one_lacks_are_deleted(
     there = hub.make("used", True, **before, **{"chat_template.json": b"{}", "notes.json": b"{}"})
     assert push("mine", "owner/used") == 0
     assert {*os.listdir(there)} - {*os.listdir(run.model)} == {".gitattributes", "notes.json"}
-    said = capsys.readouterr().err
-    assert "deleted there: added_tokens.json of the model before" in said
-    assert "notes.json" not in said
+    printed = capsys.readouterr().err
+    assert "deleted there: added_tokens.json of the model before" in printed
+    assert "notes.json" not in printed
 
 
 def test_a_file_that_the_hub_leaves_out_is_missed(hub: ReceivingHub, push: Push, capsys: Any) -> None:
