@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, choose_strategy, screenshot, wait_for
@@ -74,6 +75,7 @@ def test_the_form_outlives_moving_about_back_and_reload(new_page: Tabs) -> None:
     assert value(page, "dataset_name") == "embedded"
 
 
+@pytest.mark.long
 def test_a_link_wins_over_the_draft_and_its_form_survives_too(serve: Callable[..., Served], new_page: Tabs) -> None:
     server = serve()
     made_run(server.runs_dir, "mine", config={"max_steps": 60})

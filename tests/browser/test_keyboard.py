@@ -11,6 +11,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import TIMEOUT, Served, Tabs, wait_for
 from tests.made_runs import add_checkpoint, made_run
+from tests.parity.runs import mostly_long
 from trainers.run.folder import Process
 
 PAGES = (
@@ -101,7 +102,13 @@ def walked(page: Page, key: str) -> tuple[list[object], list[str]]:
     return stops, faults
 
 
-@pytest.mark.parametrize(("path", "size"), [*((path, "wide") for path in PAGES), ("/run?run=done", "phone")])
+@pytest.mark.parametrize(
+    ("path", "size"),
+    mostly_long(
+        [*((path, "wide") for path in PAGES), ("/runs", "phone"), ("/run?run=done", "phone")],
+        [*((path, "wide") for path in ("/", "/data", "/runs", "/run?run=live", "/chat")), ("/run?run=done", "phone")],
+    ),
+)
 def test_tab_reaches_every_control_and_shows_where_it_is(new_page: Tabs, path: str, size: str) -> None:
     page = opened(new_page, path, size)
     stops, faults = walked(page, "Tab")

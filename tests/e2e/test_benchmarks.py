@@ -64,6 +64,7 @@ def test_the_batches_are_those_of_training(tmp_path: Path) -> None:
     assert max(documents) > 1, "packed rows hold several"
 
 
+@pytest.mark.long
 def test_the_data_benchmark_measures(tmp_path: Path) -> None:
     rows = write_chat(tmp_path / "rows.jsonl", 200, seed=3)
     first, again = (data.measured(rows, tmp_path / "cache", workers=1) for _ in range(2))

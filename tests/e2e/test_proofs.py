@@ -33,6 +33,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return RunFolder(tmp_path / "a-run")
 
 
+@pytest.mark.long
 def test_a_proof_agrees_and_sees_a_known_fault(run: RunFolder) -> None:
     for control in (False, True):
         proof, doings = proofs.start(run, control), set()

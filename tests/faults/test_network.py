@@ -100,7 +100,7 @@ def log(net: Machines) -> str:
 # -- during a run ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@long
 def test_a_far_and_lossy_link(far: FarApart, undisturbed: Undisturbed, noted: Note) -> None:
     """And Debian's host names; the log has the addresses and no fault."""
     uncut, fault = undisturbed("ddp"), noted("frames arrive 20 ms late, 1 % of them not at all", "ddp")
@@ -273,7 +273,8 @@ def test_two_machines_that_do_not_reach_each_other(three: Machines) -> None:
     assert "[rank " not in log(three), "no rank was started"
 
 
-@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=long)])
+@long
+@pytest.mark.parametrize("is_cut", [True, False])
 def test_a_run_goes_on_without_one_of_them(is_cut: bool, three: Machines) -> None:
     if is_cut:
         cut_between(three, 1, 2)

@@ -33,7 +33,6 @@ STRATEGIES = [
     *[(1, "single"), (8, "3d"), (8, "hsdp_tp")],
 ]
 QUICK = {(2, "fsdp2"), (2, "tp"), (2, "pp")}
-IN_CHECK = {(4, "fsdp2_tp")}
 LORA_IN_CHECK = {(2, "zero3")}
 
 
@@ -41,7 +40,7 @@ def _marks(case: tuple[int, str], method: str) -> list[pytest.MarkDecorator]:
     """`make test` loads under three strategies, `make check` under one of each kind, `make unit` under all."""
     if (method == "full" and case in QUICK) or (method == "qlora" and case == (2, "fsdp2")):
         return []
-    in_check = case in (IN_CHECK if method == "full" else LORA_IN_CHECK)
+    in_check = method == "lora" and case in LORA_IN_CHECK
     return [pytest.mark.slow] if in_check else [pytest.mark.slow, pytest.mark.long]
 
 

@@ -91,6 +91,7 @@ def test_two_stages_train_as_one_process(case: Case, two: Found) -> None:
     assert_alike(two[str(case)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", FOUR, ids=str)
 def test_four_ranks_train_as_one_process(case: Case, four: Found) -> None:
     assert_alike(four[str(case)])

@@ -60,7 +60,7 @@ def test_the_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("without", "more"),
-    [([], ["--objective", "distill", "--teacher", "embedded"]),
+    [pytest.param([], ["--objective", "distill", "--teacher", "embedded"], marks=pytest.mark.long),
      (["--objective", "grpo", "--max_completion_length", "64"], ["--beta", "0.04"])],
 )  # fmt: skip
 def test_a_frozen_model_is_counted(without: list[str], more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
