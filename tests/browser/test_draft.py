@@ -117,6 +117,7 @@ def stopped(server: Served) -> RunFolder:
     return run
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_changed_settings(serve: Callable[..., Served], new_page: Tabs) -> None:
     server = serve()
     run = stopped(server)

@@ -183,7 +183,7 @@ def test_two_runs_are_chosen_and_compared(new_page: Tabs) -> None:
     expect(page.get_by_role("region", name="Measures")).to_contain_text("Last training loss")
 
 
-@pytest.mark.parametrize("size", ["wide", "phone"])
+@pytest.mark.parametrize("size", ["wide", pytest.param("phone", marks=pytest.mark.long)])
 def test_sweeps_are_listed_and_lead_to_their_runs_and_back(new_page: Tabs, server: Served, size: str) -> None:
     """One with values that would be markup, whose process is gone; and a damaged one, which is left out."""
     folder = SweepFolder(server.runs_dir / "sweep-20261125-201344-tiny-lora-2386")
@@ -576,6 +576,7 @@ def test_a_diagnosis_has_a_button_for_each_remedy(new_page: Tabs, server: Served
     shutil.rmtree(run.path)
 
 
+@pytest.mark.long
 def test_a_strategy_is_proved_while_the_server_restarts(new_page: Tabs, server: Served) -> None:
     options = {"max_train_samples": 60, "max_length": 128, "global_batch_size": 4, "per_device_train_batch_size": 2}
     run = made_run(server.runs_dir, "proved-run", minutes=500, config=options)

@@ -178,6 +178,7 @@ def export(page: Page, run: RunFolder) -> None:
 
 
 @pytest.mark.usefixtures("two_cores")
+@pytest.mark.long
 def test_a_third_run_waits_and_is_cancelled(new_page: Tabs, serve: Callable[..., Served]) -> None:
     server = serve()
     client = Client(server.url, verbose=False)

@@ -18,7 +18,6 @@ from benchmarks.gpu_proof import PASSED
 from benchmarks.rows import Batches, batches_of, write_chat
 from tests import forked
 from tests.launching import ROOT
-from tests.parity.runs import mostly_long
 from trainers.config.options import TrainConfig
 from trainers.embedded import BASE_DIR
 
@@ -178,7 +177,8 @@ def test_a_start_is_told_by_phase(tmp_path: Path) -> None:
     assert theirs["total"] > 0
 
 
-@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp2"], ["fsdp2"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_a_rank_has_what_was_planned(name: str, tmp_path: Path) -> None:
     """What a rank keeps from step to step is allocated, and the plan is not far from what is resident."""
     options = {

@@ -260,6 +260,7 @@ BLOCKED = (
 )
 
 
+@long
 def test_two_machines_that_do_not_reach_each_other(three: Machines) -> None:
     """Both reach machine 0, and the ranks of sharded strategies would wait for each other."""
     cut_between(three, 1, 2)

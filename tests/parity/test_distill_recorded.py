@@ -111,6 +111,7 @@ def test_p2_equals_a_plain_page_of_pytorch(name: str) -> None:
     assert curve(learn(name)).agrees(wanted())
 
 
+@pytest.mark.long
 def test_with_all_tokens_but_one_it_learns_what_a_loaded_teacher_says() -> None:
     every = learn("single", folder=recording(VOCABULARY - 1))
     assert curve(every).agrees(curve(distill("single")))

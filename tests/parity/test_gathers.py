@@ -107,6 +107,7 @@ def without_recomputed(events: list[str]) -> list[str]:
     return [one for at, one in enumerate(events) if not one.startswith("forward") or one not in events[:at]]
 
 
+@pytest.mark.long
 def test_half_of_the_bytes_of_the_layers_are_gathered(tmp_path: Path) -> None:
     strategy, sizes = load_strategy("fsdp2"), ModelSizes.of(empty_model(BASE_DIR))
     narrow = replace(sizes, casts_layers=True, matmul_bytes=2)

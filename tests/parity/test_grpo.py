@@ -239,7 +239,7 @@ def test_p1_a_resumed_run_compares_with_the_initial_model(method: str, tmp_path:
 # -- with the sampler --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp1", "fsdp2", "hsdp", "zero2", "zero3"], ["fsdp2"]))
+@pytest.mark.parametrize("name", mostly_long(["ddp", "fsdp1", "fsdp2", "hsdp", "zero2", "zero3"], ["ddp"]))
 def test_every_data_parallel_strategy_samples_the_same(name: str) -> None:
     """The initial weights are equal, and so are the random numbers; a rounding may flip a token."""
     single, sharded = read(0), read(0, grpo(name).run.rollouts)

@@ -81,6 +81,7 @@ def of_row(step: dict[str, Any]) -> list[float]:
     return next(values for name, values in step["by_function"].items() if name.endswith(":of_row"))
 
 
+@pytest.mark.long
 def test_prompts_give_the_run_of_rows_with_answers_bit_for_bit() -> None:
     prompts, answered = sampled("single", "prompts"), sampled("single", "answered")
     assert same_bits(prompts, answered)

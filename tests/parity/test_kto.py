@@ -116,7 +116,7 @@ def kto(name: str, method: str = "full", packing: bool = True, **changes: Any) -
     return run(load_strategy(name).num_processes, method, packing, name, **kto_options(**changes))
 
 
-@pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["single", "sp"], ["single"]))
+@pytest.mark.parametrize("name", mostly_long(["single", *STRATEGIES], ["single"], ["single"]))
 def test_p2_equals_a_plain_page_of_pytorch(name: str) -> None:
     finished = kto(name)
     assert curve(finished).agrees(wanted("full"))

@@ -150,7 +150,7 @@ def test_a_resumed_run_ends_as_if_never_interrupted(untied: Path, tmp_path: Path
     assert equal_after_resume(undisturbed, again)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_merged_and_what_goes_on_from_an_adapter_is_the_model_of_peft(untied: Path) -> None:
     adapter = run(2, "lora", True, "fsdp2", **all_of_it(untied))
     base = AutoModelForCausalLM.from_pretrained(untied, attn_implementation="eager")
@@ -334,6 +334,7 @@ def test_embeddings_have_the_rate_of_a_second_group(method: str, strategy: str, 
         assert not curve(finished).agrees(plain.train(settings, build=build))
 
 
+@pytest.mark.long
 def test_a_resume_with_two_rates_ends_as_if_never_interrupted(tmp_path: Path) -> None:
     undisturbed = run(2, "full", True, "fsdp2", **EMBEDDING_RATE)
     more = {"resume_from_checkpoint": undisturbed.checkpoints[0]}
