@@ -74,7 +74,7 @@ slurm:
 	PATH="$$PATH:/usr/sbin:/sbin"; command -v slurmctld >/dev/null && command -v munged >/dev/null && command -v ip >/dev/null \
 	  || { test "$$(id -u)" = 0 && apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -y -q slurm-wlm munge iproute2; }
 
-# All of them, also the run that SLURM's own time limits cut. `make check` runs the others where it can.
+# All of them, also the runs that time limits cut. `make check` runs those that are not long, where it can.
 test-slurm: setup slurm
 	$(BIN)/python -m pytest -n 2 tests/slurm -m ""
 

@@ -141,6 +141,7 @@ def test_two_nodes_train_one_run(uncut: RunFolder) -> None:
     assert not [line for line in script if "gpus-per-node" in line]
 
 
+@pytest.mark.long
 def test_a_run_cut_five_times_by_the_limit_of_its_job_is_bit_for_bit_the_same(site: Site, uncut: RunFolder) -> None:
     """By the signal that SLURM sends before the limit."""
     run, cuts, reached = site.submit("cut"), 5, 0
@@ -196,6 +197,7 @@ def test_a_preempted_run_says_so_and_comes_back_bit_for_bit(site: Site, uncut: R
     assert (losses(run), weights(run)) == (losses(uncut), weights(uncut))
 
 
+@pytest.mark.long
 def test_a_full_disk_ends_a_run_that_goes_on_once_there_is_room(site: Site, uncut: RunFolder) -> None:
     run = site.submit(site.disk.folder / "full", save_steps=10)
     site.begun(run, 3)
@@ -244,6 +246,7 @@ def test_a_cancelled_job_saves_and_is_resumed_in_slurm(site: Site, uncut: RunFol
     assert (losses(run), weights(run)) == (losses(uncut), weights(uncut))
 
 
+@pytest.mark.long
 def test_a_node_that_goes_down_brings_the_run_back_to_the_queue(site: Site, uncut: RunFolder) -> None:
     run = site.submit("node-down", save_steps=5)
     site.begun(run, 8)
@@ -295,6 +298,7 @@ def test_the_site_file_gives_defaults(site: Site) -> None:
     assert "Job" in site.cluster.run("sbatch", "--test-only", str(checked)).stderr
 
 
+@pytest.mark.long
 def test_a_sweep_halves_in_slurm_and_its_survivor_trained_as_if_never_stopped(site: Site, uncut: RunFolder) -> None:
     """The second of two points is one on which nothing is learned."""
     line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0", "--time", "30"]
@@ -313,6 +317,7 @@ def test_a_sweep_halves_in_slurm_and_its_survivor_trained_as_if_never_stopped(si
     assert swept["leader"] == 1
 
 
+@pytest.mark.long
 def test_a_stopped_sweep_leaves_no_job_behind(site: Site) -> None:
     """One run trains, and one waits for its partition's nodes."""
     line = ["sweep", "tiny-lora", "--on", "slurm", "--nodes", "2", "--gpus_per_node", "0"]

@@ -33,7 +33,7 @@ def hold(found: dict[str, Any]) -> None:
     assert len(found["verdicts"]) == 4
 
 
-@pytest.mark.parametrize("family", mostly_long(SAMPLE, ["llama", "gpt2", "bert", "deepseek_v4"]))
+@pytest.mark.parametrize("family", mostly_long(SAMPLE, ["llama", "bert", "deepseek_v4"]))
 def test_check_and_run_agree(family: str) -> None:
     hold(judge(family))
 

@@ -182,6 +182,7 @@ def test_options_without_effect_on_memory_and_speed_share_an_estimate() -> None:
     assert len({key_of(), key_of(max_length="64"), key_of(1), key_of(default="fsdp2"), key_of(lora_r="4")}) == 5
 
 
+@pytest.mark.long
 def test_the_bars_count_a_teacher() -> None:
     """Under ddp, the frozen copy of an equal model is as large as the weights that are trained."""
     weights = []
