@@ -324,12 +324,20 @@ def _results(results: Mapping[str, Any], history: History) -> str:
     before, after, tables = history.before, history.after, list[str]()
     first = "before this stage" if len(history.stages) > 1 else "before"
     if after:
-        rows = [f"| {name} | {before.get(name, 'not measured')} | {value} |" for name, value in after.items()]
+        rows = [
+            f"| {name} | {_number(before.get(name, 'not measured'))} | {_number(value)} |"
+            for name, value in after.items()
+        ]
         tables.append("\n".join([f"| evaluation data | {first} | after |", "|---|---|---|", *rows]))
-    rows = [f"| {name} | {value} |" for name, value in results.items() if name not in after]
+    rows = [f"| {name} | {_number(value)} |" for name, value in results.items() if name not in after]
     if rows or not after:
         tables.append("\n".join(["| result | value |", "|---|---|", *(rows or ["| none | |"])]))
     return "\n\n".join(tables)
+
+
+def _number(value: Any) -> str:
+    """A measured number in five digits; anything else as it is."""
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def _files(weights: Mapping[str, tuple[int, str]]) -> str:
