@@ -280,13 +280,14 @@ class TrainLoop:
         beat, size = partial(context.heartbeat.at, step=step), context.config.per_device_eval_batch_size
         assert context.eval_rows is not None
         with self.window.pause(), context.backend.evaluated_weights():
-            if context.sampler is not None:
-                scores = context.sampler.evaluate(beat)
+            if context.sampler is not None:  # what it scores depends on how it samples, too: of no data alone
+                scores, evaluated = context.sampler.evaluate(beat), {}
             else:
                 scores = evaluate(context.eval_rows, context.backend, context.mesh, context.ranks, size, beat)
+                evaluated = {"evaluation_data": context.eval_rows.documents.fingerprint[:16]}
         self.evaluated_at = step
         self.results |= scores
-        self._emit({"step": step, **scores})
+        self._emit({"step": step, **scores, **evaluated})
         return scores
 
     def _evaluate(self) -> None:

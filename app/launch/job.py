@@ -18,7 +18,7 @@ from app.hardware import Devices, Gpu
 from app.launch.device_fit import fit_devices
 from app.launch.machines import as_before, choose_machines, devices_here, folder_mistakes
 from app.runs.machines import machine_counts
-from app.runs.runs import gpu_ids, true_state, world_size
+from app.runs.runs import config_values, gpu_ids, true_state, world_size
 from app.runs.scheduled import TITLES, submission
 from trainers.config.fields import text_of
 from trainers.config.local_paths import INPUT_PATHS, OUTPUT_FOLDERS, absolute_paths
@@ -150,9 +150,22 @@ def resume_job(run: RunFolder, args: Args) -> TrainJob:
     mistakes += [Mistake(name, None, "cannot change when a run is resumed", "leave it out") for name in fixed]
     request.config, request.preset = str(run.config), None
     request.options["force_resume"] = "force" in args.switches  # applies to this attempt only; overrides config.yaml
+    reached = None if "stop_at_step" in request.options else _reached_stop(run)
+    if reached:
+        request.options["stop_at_step"] = "none"
     job = job_of(request, _as_before(run, args.launch), mistakes, run)
     job.attempt = attempt
+    if reached:
+        job.notes.append(
+            f"stop_at_step={reached} was reached: this resume goes on to the end; --stop_at_step N stops it"
+        )
     return job
+
+
+def _reached_stop(run: RunFolder) -> int | None:
+    """The `stop_at_step` at which a run has stopped, so that a resume with it would stop again at once; else None."""
+    last, step = config_values(run).get("stop_at_step"), (run.read_state() or {}).get("step")
+    return last if isinstance(last, int) and isinstance(step, int) and step >= last else None
 
 
 def clone_job(run: RunFolder, args: Args) -> TrainJob:

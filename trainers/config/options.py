@@ -145,7 +145,7 @@ class TrainConfig(
     loss_spike_factor: float = option("run", 0.0, ge=0)
     """Roll back to a checkpoint when the loss exceeds N times its recent median, and skip those steps; 0: never."""
     stop_at_step: Annotated[int | None, Optionally] = option("run", None, "steps", ge=1, le=10**12)
-    """Evaluate, save and stop after this step; `resume` with another value, or `none`, goes on as if never stopped."""
+    """Evaluate, save and stop after this step; `resume` goes on as if never stopped."""
     auto_find_batch_size: bool = option("run", False)
     """On out of memory, restart with half the per_device_train_batch_size and the same global batch."""
     share_gpus: bool = option("run", False)

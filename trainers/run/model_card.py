@@ -90,8 +90,7 @@ def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = Fal
             sizes = {name: size for name in _SIZES if (size := getattr(strategy.sizes, name)) > 1}
     except (ConfigError, OSError):
         pass  # the file is gone or damaged; the manifest has the name
-    # Attempts may evaluate on other data, which their rows do not name: only those of the same attempt are compared.
-    (before, first_attempt), (after, attempt) = evaluated(run, 0), evaluated(run, manifest["step"])
+    (before, first_data), (after, data) = evaluated(run, 0), evaluated(run, manifest["step"])
     after = {} if averaged else after
     return History(
         stages_of(manifest, run=run.id),
@@ -100,16 +99,20 @@ def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = Fal
         sizes,
         manifest["base"],
         versions=manifest["versions"],
-        before=before if first_attempt == attempt else {},
+        before=before if first_data == data else {},
         after=after,
         mix=str(run.mix) if run.mix.is_file() else "",
     )
 
 
-def evaluated(run: RunFolder, step: int) -> tuple[dict[str, float], int | None]:
-    """The metrics of a run's last evaluation at a step, and the attempt that measured it; none without one.
+def evaluated(run: RunFolder, step: int) -> tuple[dict[str, float], str | int | None]:
+    """The metrics of a run's last evaluation at a step, and on what; none without one.
 
     A row is that of other weights if a later attempt started at or before its step.
+
+    Returns:
+        The metrics, and what is equal where the data is: its fingerprint; without one, the attempt, as an attempt
+        evaluates on the same data throughout.
     """
     rows: list[dict[str, Any]] = []
     try:
@@ -124,7 +127,9 @@ def evaluated(run: RunFolder, step: int) -> tuple[dict[str, float], int | None]:
     for row in reversed(rows):
         if row["step"] == step and "eval_loss" in row and attempt_of(row) == last:
             numbers = {name: value for name, value in row.items() if type(value) in (int, float)}
-            return {name: value for name, value in numbers.items() if name.startswith("eval_")}, last
+            data = row.get("evaluation_data")
+            metrics = {name: value for name, value in numbers.items() if name.startswith("eval_")}
+            return metrics, data if isinstance(data, str) else last
     return {}, None
 
 

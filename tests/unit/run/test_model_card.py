@@ -156,6 +156,19 @@ def test_rows_that_a_later_attempt_replaced_are_not_those_of_the_weights(tmp_pat
     assert (second.before, second.after) == ({}, {"eval_loss": 1.8}), "perhaps of other evaluation data"
 
 
+@pytest.mark.parametrize(("data", "before"), [("feed", {"eval_loss": 3.0}), ("beef", {}), (None, {})])
+def test_before_and_after_are_of_the_same_data(tmp_path: Path, data: str | None, before: dict[str, Any]) -> None:
+    """Also where a resume lies between them."""
+    run = made_run(tmp_path, "mine", steps=20)
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval_loss": 3.0, "evaluation_data": "feed"},
+        {"step": 20, "attempt": 1, "eval_loss": 1.8, **({"evaluation_data": data} if data else {})},
+    ]
+    run.metrics.write_text("\n".join(map(json.dumps, rows)))
+    history = history_of(run, read_manifest(add_sealed_checkpoint(run, 20)))
+    assert (history.before, history.after) == (before, {"eval_loss": 1.8})
+
+
 def test_the_loss_in_training_is_left_out_where_an_earlier_step_is_exported() -> None:
     results = {"train_loss": 0.5, "eval_loss": 0.7, "exported_step": 40}
     assert measured_at(results, 60) == {"eval_loss": 0.7, "exported_step": 40}

@@ -111,6 +111,20 @@ def test_a_start_that_is_taken_back_leaves_the_users_files(tmp_path: Path) -> No
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("step", "argv", "stop"),
+    [(10, [], None), (10, ["--stop_at_step", "10"], 10), (10, ["--stop_at_step", "15"], 15), (9, [], 10)],
+)
+def test_a_resume_after_a_planned_stop_goes_on(step: int, argv: list[str], stop: int | None) -> None:
+    """As the last line of the stopped run promises; before that step, as after a crash, it still stops there."""
+    job = train_job(TRAIN.read(["tiny-lora", "--num_processes", "1", "--stop_at_step", "10"]))
+    write_folder(job)
+    job.run.write_state(state="stopped", step=step)
+    again = resume_job(job.run, TRAIN.read(["one", *argv]))
+    assert again.config.stop_at_step == stop
+    assert any("goes on to the end" in note for note in again.notes) is (stop is None)
+
+
 def test_a_resume_goes_on_as_before_with_what_is_given_again() -> None:
     job = train_job(TRAIN.read(["tiny-lora", "--num_processes", "1", "--seed", "7"]))
     write_folder(job)
