@@ -28,8 +28,8 @@ LENGTH = 64
 
 
 def config(**values: Any) -> TrainConfig:
-    given = {"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full", "max_length": LENGTH}
-    return build({**given, **values})
+    defaults = {"model_name_or_path": "embedded", "dataset_name": "embedded", "method": "full", "max_length": LENGTH}
+    return build({**defaults, **values})
 
 
 def allocated(settings: TrainConfig, rows: int, kernel: str = "sdpa", teacher: Any = None) -> int:
@@ -103,11 +103,11 @@ def test_a_recorded_teacher_needs_what_torch_allocates() -> None:
 def test_the_weights_of_a_teacher_are_those_that_are_loaded() -> None:
     for precision, size in (("no", 4), ("bf16", 2)):
         settings = config(objective="distill", teacher="embedded", mixed_precision=precision)
-        found = teacher_sizes(teacher_config(settings), load_model_config(teacher_config(settings)))
+        sizes = teacher_sizes(teacher_config(settings), load_model_config(teacher_config(settings)))
         model = build_model(teacher_config(settings))
-        assert found["parameters"] == sum(weight.numel() for weight in model.parameters())
-        assert found["inside"] + found["outside"] == found["parameters"] * size
-        assert found["inside"] == size * sum(weight.numel() for weight in model.model.layers.parameters())
+        assert sizes["parameters"] == sum(weight.numel() for weight in model.parameters())
+        assert sizes["inside"] + sizes["outside"] == sizes["parameters"] * size
+        assert sizes["inside"] == size * sum(weight.numel() for weight in model.model.layers.parameters())
 
 
 def test_capped_scores_are_counted_whole(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_the_count_sees_checkpointing() -> None:
     """The control: a count that were the same for all would pass above if the profiler's were too."""
     shape = load_model_config(config())
     often, once = (
-        count_peaks(one, empty_model(one, shape), 8, LENGTH).highest
-        for one in (config(), config(gradient_checkpointing=True))
+        count_peaks(settings, empty_model(settings, shape), 8, LENGTH).highest
+        for settings in (config(), config(gradient_checkpointing=True))
     )
     assert once < 0.6 * often
 
@@ -140,11 +140,11 @@ def test_the_count_sees_checkpointing() -> None:
 def test_layers_add_up_to_the_whole_model() -> None:
     settings = config()
     shape = load_model_config(settings)
-    found, layers = case(settings, shape, "1:1:1:1:4"), shape.num_hidden_layers
-    whole = count_peaks(settings, empty_model(settings, shape), 4, LENGTH)
-    assert whole.highest == whole.full > whole.later
-    assert found["fixed"] + layers * found["layer"] == pytest.approx(whole.full, rel=0.01)
-    assert found["heap_fixed"] + layers * found["heap_layer"] == pytest.approx(whole.heap, rel=0.01)
+    sizes, layers = case(settings, shape, "1:1:1:1:4"), shape.num_hidden_layers
+    full = count_peaks(settings, empty_model(settings, shape), 4, LENGTH)
+    assert full.highest == full.full > full.later
+    assert sizes["fixed"] + layers * sizes["layer"] == pytest.approx(full.full, rel=0.01)
+    assert sizes["heap_fixed"] + layers * sizes["heap_layer"] == pytest.approx(full.heap, rel=0.01)
 
 
 def test_a_rank_of_a_deep_layer_leaves_the_small_models_countable() -> None:
@@ -159,17 +159,17 @@ def test_layers_add_up_beside_a_large_vocabulary(options: dict[str, Any]) -> Non
     shape = load_model_config(settings)
     shape.vocab_size, shape.hidden_size, shape.intermediate_size, shape.num_hidden_layers = 49_152, 512, 1024, 40
     head = shape.vocab_size * shape.hidden_size * 4
-    two, four, whole = (
+    two, four, full = (
         count_peaks(settings, empty_model(settings, shape, layers=layers), 2, LENGTH) for layers in (2, 4, 40)
     )
-    found = case(settings, shape, "1:1:1:1:2")
-    assert two.highest == four.highest == found["later"]  # control: their peaks show nothing of the layers
-    assert max(found["fixed"] + 40 * found["layer"], found["later"]) == pytest.approx(whole.highest, rel=0.01)
-    assert (whole.highest > 1.3 * two.highest) is not bool(options)
+    sizes = case(settings, shape, "1:1:1:1:2")
+    assert two.highest == four.highest == sizes["later"]  # control: their peaks show nothing of the layers
+    assert max(sizes["fixed"] + 40 * sizes["layer"], sizes["later"]) == pytest.approx(full.highest, rel=0.01)
+    assert (full.highest > 1.3 * two.highest) is not bool(options)
     # glibc maps gradients of this size by themselves; the heap has the rest.
     assert head > MAPPED
-    assert found["heap_fixed"] + 40 * found["heap_layer"] == pytest.approx(whole.heap, rel=0.01)
-    assert whole.full == pytest.approx(whole.heap + 2 * head, rel=0.01)
+    assert sizes["heap_fixed"] + 40 * sizes["heap_layer"] == pytest.approx(full.heap, rel=0.01)
+    assert full.full == pytest.approx(full.heap + 2 * head, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_experts_are_counted_in_bf16_too(method: str) -> None:
     shape = AutoConfig.for_model("qwen3_moe", hidden_size=64, num_hidden_layers=4, num_experts=8, num_experts_per_tok=2,
                                  moe_intermediate_size=32, vocab_size=512)  # fmt: skip
     settings = config(method=method, mixed_precision="bf16", packing=True)
-    found = case(settings, shape, "1:1:1:1:2")
-    assert found["layer"] > 2 * LENGTH * 64 * 2, found.get("why")
+    sizes = case(settings, shape, "1:1:1:1:2")
+    assert sizes["layer"] > 2 * LENGTH * 64 * 2, sizes.get("why")
 
 
 def test_key_heads_may_differ_between_layers() -> None:
@@ -214,25 +214,27 @@ def test_weights_are_those_of_the_model() -> None:
     for options in ({}, lora, {**lora, "lora_rank_pattern": "q_proj=4,layers.3.mlp.up_proj=64"}):
         settings = config(**options)
         model = build_model(settings)
-        found = weights(settings, empty_model(settings, load_model_config(settings)))
-        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
-        frozen = sum(one.numel() * one.element_size() for one in model.parameters() if not one.requires_grad)
-        assert found["trained_inside"] + found["trained_outside"] == trained
-        assert found["frozen_inside"] + found["frozen_outside"] == frozen
-        assert found["parameters"] == sum(one.numel() for one in model.parameters())
+        sizes = weights(settings, empty_model(settings, load_model_config(settings)))
+        trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+        frozen = sum(
+            weight.numel() * weight.element_size() for weight in model.parameters() if not weight.requires_grad
+        )
+        assert sizes["trained_inside"] + sizes["trained_outside"] == trained
+        assert sizes["frozen_inside"] + sizes["frozen_outside"] == frozen
+        assert sizes["parameters"] == sum(weight.numel() for weight in model.parameters())
 
 
 def test_tensor_parallel_leaves_half_of_the_matrices() -> None:
     settings = config()
     shape = load_model_config(settings)
-    whole, half = (weights(settings, empty_model(settings, shape, tp)) for tp in (1, 2))
-    assert half["parameters"] == (whole["parameters"] - whole["vectors"]) / 2 + whole["vectors"]
-    assert half["vectors"] == whole["vectors"]
+    full, half = (weights(settings, empty_model(settings, shape, tp)) for tp in (1, 2))
+    assert half["parameters"] == (full["parameters"] - full["vectors"]) / 2 + full["vectors"]
+    assert half["vectors"] == full["vectors"]
 
 
 def test_four_bit_weights_are_counted_as_such() -> None:
     half, nibble = (config(method=method, mixed_precision="bf16") for method in ("lora", "qlora"))
     shape = load_model_config(half)
-    one, other = (weights(settings, empty_model(settings, shape)) for settings in (half, nibble))
-    assert other["frozen_inside"] < 0.3 * one["frozen_inside"]
-    assert other["frozen_outside"] == one["frozen_outside"]  # embedding and head keep their dtype
+    halves, nibbles = (weights(settings, empty_model(settings, shape)) for settings in (half, nibble))
+    assert nibbles["frozen_inside"] < 0.3 * halves["frozen_inside"]
+    assert nibbles["frozen_outside"] == halves["frozen_outside"]  # embedding and head keep their dtype
