@@ -23,7 +23,17 @@ from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import GenerationConfig
 
-from trainers.checkpoint.export_check import BASE, LoadedBack, Probe, held_dtype, load_back, sample, trainer_loss
+from trainers.checkpoint.export_check import (
+    BASE,
+    Expected,
+    LoadedBack,
+    Probe,
+    greedy_text,
+    held_dtype,
+    load_back,
+    sample,
+    trainer_loss,
+)
 from trainers.checkpoint.loading_code import loading_code
 from trainers.checkpoint.scratch import Scratch, map_weights
 from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
@@ -148,8 +158,8 @@ def export(
         its_config = described or config
         card = partial(model_card, its_config, kind, results, loading_code(its_config, kind), history)
         probes = sample(config, tokenizer, card())
-        expected, rounding = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
-        checked = load_back(temporary, config, kind, probes, expected, rounding, dtype)
+        expected = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
+        checked = load_back(temporary, config, kind, probes, expected, dtype)
         weights = {path.name: (path.stat().st_size, sha256(path)) for path in temporary.glob("*.safetensors")}
         (temporary / "README.md").write_text(card(str(checked), weights), encoding="utf-8")
         files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
@@ -195,8 +205,8 @@ def _write_model(
     probes: list[Probe],
     tokenizer: Any,
     dtype: torch.dtype,
-) -> tuple[float, float]:
-    """Writes the model folder; returns the loss of the model before merging, and how much rounding changes it.
+) -> Expected:
+    """Writes the model folder; returns what the model computed before merging.
 
     Its model is freed before the export is loaded back: both might not fit in memory.
     """
@@ -210,6 +220,7 @@ def _write_model(
         model = model.float()  # its buffers
     compute = held_dtype(config, kind)
     expected = exact = trainer_loss(model, probes, compute)
+    text = greedy_text(model, probes, compute)
     if kind == "merged":
         _untie(inner_model(model), scratch)
         model = model.merge_and_unload()
@@ -224,7 +235,7 @@ def _write_model(
         save_as_plain(folder, first_adapter(model))
     if kind == "adapter" and config.rope_scaling != "none":
         load_model_config(config).save_pretrained(folder / BASE)
-    return expected, rounding
+    return Expected(expected, rounding, text)
 
 
 def _untie(base: Any, scratch: Scratch) -> None:

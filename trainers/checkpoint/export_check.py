@@ -1,6 +1,6 @@
-"""Loads an export back with plain transformers or peft, and compares its loss with the trainer's.
+"""Loads an export back with plain transformers or peft, and compares its loss and greedy text with the trainer's.
 
-Of a reward model, the mean score of a few documents takes the place of the loss.
+Of a reward model, the mean score of a few documents takes the place of the loss, and there is no text.
 
 Only one model is there at a time: the trainer's loss is computed before the export is written, and its model is freed
 before the export is read. Both compute in the same dtype, so that only the storage of the weights differs; what
@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,13 @@ from trainers.model.attention import KERNELS
 from trainers.model.load import LOADER, base_dtype, element_counts, load_model_config, model_path, weight_files
 from trainers.model.quantization import keep_compute_dtype, loading_options, many_threads
 from trainers.model.reachability import without_log
+from trainers.model.rope_scaling import position_limit
 from trainers.model.scalar_head import model_family
 from trainers.model.stored import DTYPES
 from trainers.objectives.loss_module import LossModule, inner_model
 from trainers.objectives.output_head import scalar_head
+from trainers.objectives.sampling import SampleRequest
+from trainers.objectives.sampling import sample as sample_answers
 from trainers.run.host_memory import available
 from trainers.run.lineage import FAILED, PASSED, UNCHECKED
 from trainers.run.weight_headers import read_header
@@ -41,11 +45,28 @@ BASE = "base"
 """Folder in an exported adapter for the config.json of its base with scaled RoPE. Not beside the adapter: transformers
 would look for the base's weights there."""
 TOKENS = 256
+GREEDY_TOKENS = 16
+_SMALL = 1 << 28
 _WIDENED = {torch.float32: (torch.bfloat16, torch.float16), torch.bfloat16: (), torch.float16: ()}
 """By dtype, the narrower ones of which it holds every value."""
 EXACT = 1e-4
 """Relative tolerance of the mean loss over `TOKENS` tokens in fp32 (absolute for losses below 1), as our attention sums
 in a different order from transformers'. In a narrower dtype, the tolerance is twice its epsilon."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the trainer's model computes.
+
+    Args:
+        loss: mean loss per trained token (or score) before the export is written.
+        rounding: how much that loss changes when the weights are rounded to the dtype of the export.
+        text: the most likely tokens after a prompt; None if they were not computed.
+    """
+
+    loss: float
+    rounding: float
+    text: list[int] | None
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,8 @@ class LoadedBack:
         problem: why the loss was not computed.
         skipped: whether the export was not loaded for lack of memory.
         scores: whether the losses are mean scores, and `tokens` the number of scored documents.
+        texts: greedy tokens of the trainer's model and of the export; None if they were not compared. Rounding to
+            `dtype` may change them, so that a difference is no failure.
     """
 
     dtype: str
@@ -73,6 +96,7 @@ class LoadedBack:
     problem: str | None = None
     skipped: bool = False
     scores: bool = False
+    texts: tuple[list[int], list[int]] | None = None
 
     @property
     def difference(self) -> float | None:
@@ -107,7 +131,16 @@ class LoadedBack:
             f"export in {self.dtype}: loaded back, its {measured} is {self.loss:.6f}, "
             f"the trainer's {self.trainer_loss:.6f}; difference {self.difference:.1e}, "
             f"{f'beyond rounding {self.deviation:.1e}, ' if self.rounding else ''}limit {self.limit:.1e}"
+            f"{self._about_text()}"
         )
+
+    def _about_text(self) -> str:
+        if self.texts is None:
+            return ""
+        equal = list(takewhile(lambda pair: pair[0] == pair[1], zip(*self.texts, strict=True)))
+        if len(equal) == len(self.texts[0]):
+            return f"; the greedy text of {len(equal)} tokens is the same"
+        return f"; the greedy texts part at token {len(equal) + 1} of {len(self.texts[0])}"
 
 
 @dataclass(frozen=True)
@@ -171,7 +204,7 @@ def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype
     was_training = model.training
     model.eval()
     total = 0.0
-    with many_threads():
+    with _threads(model):
         for probe in probes:
             position_ids = torch.arange(probe.ids.shape[1])[None]
             total += loss(probe.ids, position_ids, None, probe.positions, probe.labels)[0].item()
@@ -180,29 +213,58 @@ def trainer_loss(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype
     return total / _trained_tokens(probes)
 
 
+def greedy_text(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype) -> list[int] | None:
+    """The `GREEDY_TOKENS` most likely tokens after the prompt of the first probe, whatever ends an answer.
+
+    Returns:
+        Their ids; None of a reward model, without room in the model's positions, and of weights that do not fit in
+        memory, which would be read from their files for each token.
+    """
+    base = inner_model(model)
+    prompt = probes[0].ids[0, : int(probes[0].positions[0]) + 1].numpy()
+    limit = position_limit(base.config.get_text_config())
+    if scalar_head(base) is not None or _size(model) > available() or len(prompt) + GREEDY_TOKENS > (limit or math.inf):
+        return None
+    request = SampleRequest([prompt], None, 1.0, GREEDY_TOKENS, stops=(), pad=0, synchronized=False)
+    was_training = model.training
+    model.eval()
+    with _threads(model), torch.autocast("cpu", compute, enabled=compute != torch.float32):
+        sampled = sample_answers(base, request, torch.device("cpu"))
+    model.train(was_training)
+    return [int(token) for token in sampled.tokens[0]]
+
+
+def _size(model: nn.Module) -> int:
+    """Bytes of the weights."""
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
+
+
+def _threads(model: nn.Module) -> AbstractContextManager[Any]:
+    """This rank's share of the cores; of a small model, whose products are short, threads only wait for each other."""
+    return many_threads() if _size(model) > _SMALL else nullcontext()
+
+
 def load_back(
     folder: Path,
     config: TrainConfig,
     kind: str,
     probes: Sequence[Probe],
-    expected: float,
-    rounding: float,
+    expected: Expected,
     dtype: torch.dtype,
 ) -> LoadedBack:
-    """Loads an export as its users will, and compares its loss.
+    """Loads an export as its users will, and compares its loss and its greedy text.
 
     Args:
         folder: the export.
         kind: `adapter`, `merged` or `full`.
         probes: the samples that `trainer_loss` was computed on.
-        expected: the trainer's loss.
-        rounding: how much that loss changes when the weights are rounded to `dtype`.
+        expected: what the trainer's model computes on them.
         dtype: dtype of the exported weights.
     """
     gc.collect()
     compute = held_dtype(config, kind)
     tokens, name = _trained_tokens(probes), str(dtype).removeprefix("torch.")
-    limit, facts = tolerance(expected, tokens, compute), (name, tokens, expected)
+    limit, facts, rounding = tolerance(expected.loss, tokens, compute), (name, tokens, expected.loss), expected.rounding
     scores = config.objective_spec.scalar_head
     try:
         needed, free = _bytes(folder, config, kind, compute), available()
@@ -214,10 +276,12 @@ def load_back(
             return LoadedBack(*facts, None, limit, rounding, problem, skipped=True, scores=scores)
         model = _load(folder, config, kind, compute)
         loss = _stock_loss(model, probes, compute)
+        text = None if expected.text is None else greedy_text(model, probes, compute)
     except Exception as error:  # any error that users of the export would get
         line = str(error).strip().partition("\n")[0][:300]
         return LoadedBack(*facts, None, limit, rounding, f"{type(error).__name__}: {line}")
-    return LoadedBack(*facts, loss, limit, rounding, scores=scores)
+    texts = None if expected.text is None or text is None else (expected.text, text)
+    return LoadedBack(*facts, loss, limit, rounding, scores=scores, texts=texts)
 
 
 def tolerance(expected: float, tokens: int, compute: torch.dtype) -> float:
@@ -299,7 +363,7 @@ def _stock_loss(model: Any, probes: Sequence[Probe], compute: torch.dtype) -> fl
     """Mean loss per trained token (or score), computed by the model's own forward pass."""
     model.eval()
     total, scores = 0.0, scalar_head(inner_model(model)) is not None
-    with many_threads(), torch.autocast("cpu", compute, enabled=compute != torch.float32):
+    with _threads(model), torch.autocast("cpu", compute, enabled=compute != torch.float32):
         for probe in probes:
             logits = model(input_ids=probe.ids, use_cache=False).logits
             if scores:

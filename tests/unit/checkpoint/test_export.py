@@ -26,7 +26,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data.layout import AttentionMetadata
-from trainers.data.prepare import prepare
+from trainers.data.prepare import load_tokenizer, prepare
 from trainers.embedded import BASE_DIR
 from trainers.model.load import build_model, stored_dtype
 from trainers.model.small_model import small_config
@@ -90,6 +90,10 @@ def test_an_export_has_the_dtype_of_the_base_or_the_one_asked_for(
     assert checked.deviation <= checked.limit
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"difference {checked.difference:.1e}" in card
+    assert checked.texts is not None
+    same = checked.texts[0] == checked.texts[1]
+    assert same or wanted != "F32", "nothing was rounded"
+    assert ("the greedy text of 16 tokens is the same" in card) is same
     loader = AutoPeftModelForCausalLM if kind == "adapter" else AutoModelForCausalLM
     assert loader.from_pretrained(tmp_path / "model").generation_config.eos_token_id == 0
 
@@ -177,12 +181,46 @@ def test_an_export_that_is_another_model_fails(
         write(model, *rest)
 
     monkeypatch.setattr(export, "_write", spoil)
-    with pytest.raises(TrainingError, match=r"difference .* limit .* it is not the trained model"):
+    with pytest.raises(TrainingError, match=r"difference .* limit .* greedy text.* it is not the trained model"):
         export.export(lambda _: trained(choice), choice, tmp_path / "model", kind, {})
     assert not (tmp_path / "model").exists()
     assert (tmp_path / "model-failed" / "README.md").is_file()
     with pytest.raises(ConfigError, match=r"model-failed failed its check: .* --output DIR --dtype float32`, then"):
         read_for_push(tmp_path / "model-failed")
+
+
+@pytest.mark.parametrize(
+    ("texts", "sentence"),
+    [
+        (([5, 6, 7], [5, 6, 7]), "the greedy text of 3 tokens is the same"),
+        (([5, 6, 7], [5, 9, 7]), "the greedy texts part at token 2 of 3"),
+    ],
+)
+def test_what_is_said_of_the_greedy_texts(texts: tuple[list[int], list[int]], sentence: str) -> None:
+    checked = export_check.LoadedBack("bfloat16", 9, 1.0, 1.0, 0.1, texts=texts)
+    assert str(checked).endswith(f"; {sentence}")
+    assert not checked.failed, "rounding may flip a token"
+
+
+@torch.no_grad()
+def test_the_greedy_text_is_that_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice = config(BASE_DIR, method="full")
+    model, probes = trained(choice), export_check.sample(choice, load_tokenizer(choice), "A text. " * 20)
+    text = export_check.greedy_text(model, probes, torch.float32)
+    assert text is not None
+    assert len(text) == export_check.GREEDY_TOKENS
+    prompt, greedy = probes[0].ids[:, : int(probes[0].positions[0]) + 1], list[int]()
+    stock = AutoModelForCausalLM.from_pretrained(BASE_DIR)
+    for _ in text:  # one by one, without a cache
+        greedy.append(
+            int(stock(torch.cat([prompt, torch.tensor([greedy], dtype=torch.long)], 1)).logits[0, -1].argmax())
+        )
+    assert export_check.greedy_text(stock, probes, torch.float32) == greedy
+    assert greedy != text, "control: other weights"
+    monkeypatch.setattr(export_check, "available", lambda: 1000)
+    assert export_check.greedy_text(model, probes, torch.float32) is None, (
+        "it would be read from its file for each token"
+    )
 
 
 def test_rounding_fails_no_export_whose_data_train_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
