@@ -8,6 +8,7 @@ from typing import Any
 
 from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
+from app.eval.forgetting import forgetting
 from app.eval.plan import EVAL, make_plan
 from app.eval.report import print_comparison
 from app.eval.study import Study
@@ -33,6 +34,8 @@ def eval_verb(argv: Sequence[str]) -> int:
     study = Study(plan, "quiet" in args.switches)
     study.run()
     document = _compared(study) if study.rows else dict(_NOTHING)
+    if plan.samples:
+        document["forgetting"] = forgetting(plan.samples, study.samples)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
                  "command": ["tunesmith", "eval", *argv]}  # fmt: skip
     if plan.folder.is_dir():

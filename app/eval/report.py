@@ -29,9 +29,27 @@ def print_comparison(document: Mapping[str, Any]) -> None:
                 report(_safe(comparison_line(entry)))
     if len(document["comparisons"]) > 1:
         report(f"\n{ONE_BY_ONE}")
+    if "forgetting" in document:
+        _print_forgetting(document["forgetting"])
     _print_changed(document["changed"])
     for note in document["notes"]:
         report(_safe(f"note: {note}"))
+
+
+def _print_forgetting(part: Mapping[str, Any]) -> None:
+    for sample in part["samples"]:
+        for metric in dict.fromkeys(entry["metric"] for entry in part["rows"]):
+            rows, comparisons = (
+                [entry for entry in part[key] if entry["sample"] == sample["name"] and entry["metric"] == metric]
+                for key in ("rows", "comparisons")
+            )
+            if rows:
+                report(_safe(f"\nForgetting: {_title(metric)}, {sample['name']}"))
+                show_table(*_table(rows))
+            for entry in comparisons:
+                report(_safe(comparison_line(entry)))
+    for note in part["notes"]:
+        report(_safe(f"note: forgetting, {note}"))
 
 
 def comparison_line(entry: Mapping[str, Any]) -> str:
@@ -46,7 +64,8 @@ def comparison_line(entry: Mapping[str, Any]) -> str:
     if not entry["significant"]:
         return f"{pair}: no difference shown ({measured})"
     lower = entry["difference"] < 0
-    return f"{pair}: {'better' if lower == (entry['metric'] in LOWER_IS_BETTER) else 'worse'} ({measured})"
+    verdict = "better" if lower == (entry["metric"] in LOWER_IS_BETTER) else "worse"
+    return f"{pair}: {entry.get('verdict', verdict)} ({measured})"
 
 
 def _title(metric: str) -> str:
