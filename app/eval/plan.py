@@ -18,6 +18,8 @@ from app.command_line import Args, Verb
 from app.console import shortened
 from app.eval.comparison import Settings
 from app.eval.forgetting import Sample, samples_of
+from app.eval.judge import OPTIONS as JUDGE_OPTIONS
+from app.eval.judge import WIN, Judge, judge_of
 from app.eval.metrics import LOSS_METRICS
 from app.launch.job import TrainJob, train_job
 from app.runs.runs import config_values
@@ -74,6 +76,7 @@ EVAL = Verb(
                              "model has forgotten."),
         "forgetting_dataset": option("forgetting_dataset", "<dataset>", "Also measure it on rows of your own."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
+        **JUDGE_OPTIONS,
     },
     launch=tuple(sorted(_LAUNCH)),
     hidden={*TrainConfig.model_fields, "config"} - _CHOSEN,
@@ -136,12 +139,14 @@ class Plan:
         candidates: the models, the one that others are compared with first.
         settings: what is computed of their rows.
         samples: texts on which forgetting is measured.
+        judge: judges the answers; None for no judge.
     """
 
     folder: Path
     candidates: list[Candidate]
     settings: Settings
     samples: Sequence[Sample] = ()
+    judge: Judge | None = None
 
 
 @dataclass(frozen=True)
@@ -181,14 +186,20 @@ def make_plan(args: Args) -> Plan:
     with mistakes:
         settings = _settings(args.own)
         settings.check()
-        _refuse_without_answers(settings, str(args.own.get("answer_tokens")))
+        _refuse_without_answers(settings, args.own)
+    judge = None
+    with mistakes:
+        judge = judge_of(args.own)
     mistakes.refuse()
     every = [*models, *_base(str(args.own.get("base", BASE)), models, runs_dir)]
     first = next((model.run for model in every if model.run), None)  # the base's rows only if no other is a run
     models = _distinct([*every[len(models) :], *models])
     shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
+    if judge is not None and judge.metric == WIN and len(models) < 2:
+        raise ConfigError.about("judge_url", None, "has two answers compared, and there is a single model",
+                                "name another one, or a --judge_prompt with {answer}")  # fmt: skip
     samples = samples_of(args.own)
-    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings, samples)
+    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings, samples, judge)
     labels: set[str] = set()
     for model in models:
         others = (f"{model.label} {number}" for number in count(2))
@@ -219,13 +230,16 @@ def _unread(args: Args) -> list[Mistake]:
     ]  # fmt: skip
 
 
-def _refuse_without_answers(settings: Settings, tokens: str) -> None:
-    """Raises ConfigError for a metric of answers if there are none."""
+def _refuse_without_answers(settings: Settings, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a metric or a judge of answers if there are none."""
+    if str(values.get("answer_tokens")) != "0":
+        return
+    problem, remedy = "with --answer_tokens 0: no answer is generated", "leave it out"
     of_answers = [name for name in settings.metrics or () if name not in LOSS_METRICS]
-    if of_answers and tokens == "0":
-        raise ConfigError.about(
-            "metrics", of_answers[0], "with --answer_tokens 0: no answer is generated", "leave it out"
-        )
+    if of_answers:
+        raise ConfigError.about("metrics", of_answers[0], problem, remedy)
+    if "judge_url" in values:
+        raise ConfigError.about("judge_url", None, problem, remedy)
 
 
 def _distinct(models: list[_Model]) -> list[_Model]:

@@ -29,11 +29,36 @@ def print_comparison(document: Mapping[str, Any]) -> None:
                 report(_safe(comparison_line(entry)))
     if len(document["comparisons"]) > 1:
         report(f"\n{ONE_BY_ONE}")
+    if "judge" in document:
+        _print_judge(document["judge"])
     if "forgetting" in document:
         _print_forgetting(document["forgetting"])
     _print_changed(document["changed"])
     for note in document["notes"]:
         report(_safe(f"note: {note}"))
+
+
+def _print_judge(part: Mapping[str, Any]) -> None:
+    report(_safe(f"\nJudged by {part['model']} at {part['url']}: {_title(part['metric'])}"))
+    against = [entry for entry in part["rows"] if "against" in entry]
+    show_table(*_table([{**entry, "model": f"{entry['model']} against {entry['against']}"} for entry in against]
+                       or part["rows"]))  # fmt: skip
+    for entry in part["comparisons"]:
+        report(_safe(comparison_line(entry)))
+        if "wins" in entry:
+            first = "-" if entry["first_position"] is None else f"{entry['first_position']:.0%}"
+            report(f"  {entry['wins']:,} won, {entry['losses']:,} lost, {entry['ties']:,} tied, {entry['identical']:,} "
+                   f"identical; {entry['inconsistent']:,} judged otherwise in the other order; the first answer won "
+                   f"{first}")  # fmt: skip
+    usage = part["usage"]
+    malformed = sum(part["malformed"].values())
+    cost = "" if usage["cost"] is None else f", cost {number(usage['cost'])}"
+    report(f"{usage['requests']:,} requests, {usage['cached']:,} from the cache, {usage['retries']:,} repeated, "
+           f"{malformed:,} without a verdict; {usage['prompt_tokens']:,} tokens in, {usage['completion_tokens']:,} "
+           f"out{cost}")  # fmt: skip
+    report(_safe(f"prompt: {_line(part['template'])}"))
+    for note in part["notes"]:
+        report(_safe(f"note: judge, {note}"))
 
 
 def _print_forgetting(part: Mapping[str, Any]) -> None:
