@@ -15,6 +15,7 @@ from app.eval.judge_requests import API_KEY
 from app.eval.plan import EVAL, make_plan
 from app.eval.report import print_comparison
 from app.eval.study import Study
+from app.eval.tasks import compare_tasks
 from app.launch.foreground import interruptible
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import write_json
@@ -41,6 +42,8 @@ def eval_verb(argv: Sequence[str]) -> int:
     document = _compared(study) if study.rows else dict(_NOTHING)
     if plan.judge is not None and study.rows and not study.interrupted:
         _judge(plan.judge, study, document)
+    if study.tasks:
+        document["tasks"] = compare_tasks(study.tasks, plan.settings.seed)
     if plan.samples:
         document["forgetting"] = forgetting(plan.samples, study.samples)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),

@@ -21,6 +21,8 @@ from app.eval.forgetting import Sample, samples_of
 from app.eval.judge import OPTIONS as JUDGE_OPTIONS
 from app.eval.judge import WIN, Judge, judge_of
 from app.eval.metrics import LOSS_METRICS
+from app.eval.tasks import OPTIONS as TASK_OPTIONS
+from app.eval.tasks import Tasks, tasks_of
 from app.launch.job import TrainJob, train_job
 from app.runs.runs import config_values
 from app.services.model_names import named_model
@@ -77,6 +79,7 @@ EVAL = Verb(
         "forgetting_dataset": option("forgetting_dataset", "<dataset>", "Also measure it on rows of your own."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
         **JUDGE_OPTIONS,
+        **TASK_OPTIONS,
     },
     launch=tuple(sorted(_LAUNCH)),
     hidden={*TrainConfig.model_fields, "config"} - _CHOSEN,
@@ -140,6 +143,7 @@ class Plan:
         settings: what is computed of their rows.
         samples: texts on which forgetting is measured.
         judge: judges the answers; None for no judge.
+        tasks: of lm-evaluation-harness; None for none.
     """
 
     folder: Path
@@ -147,6 +151,7 @@ class Plan:
     settings: Settings
     samples: Sequence[Sample] = ()
     judge: Judge | None = None
+    tasks: Tasks | None = None
 
 
 @dataclass(frozen=True)
@@ -187,9 +192,11 @@ def make_plan(args: Args) -> Plan:
         settings = _settings(args.own)
         settings.check()
         _refuse_without_answers(settings, args.own)
-    judge = None
+    judge = tasks = None
     with mistakes:
         judge = judge_of(args.own)
+    with mistakes:
+        tasks = tasks_of(args.own)
     mistakes.refuse()
     every = [*models, *_base(str(args.own.get("base", BASE)), models, runs_dir)]
     first = next((model.run for model in every if model.run), None)  # the base's rows only if no other is a run
@@ -199,7 +206,7 @@ def make_plan(args: Args) -> Plan:
         raise ConfigError.about("judge_url", None, "has two answers compared, and there is a single model",
                                 "name another one, or a --judge_prompt with {answer}")  # fmt: skip
     samples = samples_of(args.own)
-    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings, samples, judge)
+    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings, samples, judge, tasks)
     labels: set[str] = set()
     for model in models:
         others = (f"{model.label} {number}" for number in count(2))

@@ -31,6 +31,8 @@ def print_comparison(document: Mapping[str, Any]) -> None:
         report(f"\n{ONE_BY_ONE}")
     if "judge" in document:
         _print_judge(document["judge"])
+    if "tasks" in document:
+        _print_tasks(document["tasks"])
     if "forgetting" in document:
         _print_forgetting(document["forgetting"])
     _print_changed(document["changed"])
@@ -59,6 +61,19 @@ def _print_judge(part: Mapping[str, Any]) -> None:
     report(_safe(f"prompt: {_line(part['template'])}"))
     for note in part["notes"]:
         report(_safe(f"note: judge, {note}"))
+
+
+def _print_tasks(part: Mapping[str, Any]) -> None:
+    report(_safe(f"\nTasks of lm-evaluation-harness {part['version']}"))
+    cells = [[entry["task"], entry["metric"], entry["model"], number(entry["value"]), number(entry["stderr"]),
+              f"{entry['rows']:,}"] for entry in part["rows"]]  # fmt: skip
+    show_table(["task", "metric", "model", "value", "standard error", "rows"],
+               [[_safe(cell) for cell in row] for row in sorted(cells, key=lambda row: row[:2])])  # fmt: skip
+    for entry in part["comparisons"]:
+        is_better = (entry["difference"] or 0) > 0
+        verdict = {None: "differs", is_better: "better"}.get(entry["higher_is_better"], "worse")
+        of_task = {**entry, "source": f"{entry['task']}, {entry['metric']}", "verdict": verdict}
+        report(_safe(comparison_line(of_task)))
 
 
 def _print_forgetting(part: Mapping[str, Any]) -> None:
