@@ -175,8 +175,8 @@ def judge_models(judge: Judge, models: Mapping[str, Sequence[Row]], seed: int = 
         document["notes"].append(f"{counted(usage.unasked, 'request was', 'requests were')} not made: the limit of "
                                  "judge_limit, or the judge was gone")  # fmt: skip
     if usage.refused:
-        document["notes"].append(f"the judge refused {counted(usage.refused, 'request', 'requests')}, such as one that "
-                                 "is too long for it")  # fmt: skip
+        refused = counted(usage.refused, "request", "requests")
+        document["notes"].append(f"the judge refused {refused}, the first with {judge.server.refusal}")
     if price and usage.uncounted:
         document["notes"].append(f"the server did not count the tokens of {usage.uncounted:,} replies, so that they "
                                  "cost more than is told")  # fmt: skip
@@ -213,7 +213,7 @@ def _judge_pairs(
     replies, gone = judge.server.ask(conversations)
     document["failed"] = document["failed"] or gone
     verdicts = [None if reply is None else verdict_in(reply) for reply in replies]
-    malformed = sum(reply is not None and verdict is None for reply, verdict in zip(replies, verdicts, strict=True))
+    malformed = sum(_is_text(reply) and verdict is None for reply, verdict in zip(replies, verdicts, strict=True))
     document["malformed"][names[1]] = malformed
     of_row = list(zip(verdicts[::2], verdicts[1::2], strict=True))
     judged = [(forth, back) for forth, back in of_row if forth is not None and back is not None]
@@ -267,7 +267,7 @@ def _judge_scores(judge: Judge, document: dict[str, Any], models: Mapping[str, S
         score = None if reply is None else score_in(reply)
         if score is not None:
             scores[id(row)] = score
-        elif reply is not None:
+        elif _is_text(reply):
             document["malformed"][name] += 1
     scored = {name: [row for row in rows if id(row) in scores] for name, rows in chosen.items()}
     for name, rows in scored.items():
@@ -291,6 +291,10 @@ def _means(values: Sequence[float]) -> RowSums:
     """The mean of scores, which are no shares of right answers, also where all of them are 1."""
     sums = mean_of(values)
     return RowSums(sums.terms, sums.value, sums.scale, is_share=False)
+
+
+def _is_text(reply: Reply | None) -> bool:
+    return reply is not None and reply.text is not None
 
 
 def verdict_in(reply: Reply) -> str | None:

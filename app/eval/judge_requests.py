@@ -28,7 +28,6 @@ PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 TIMEOUT = 180.0
 """Seconds that a try may take."""
-MOST_TOKENS = 2048
 _MOST_BYTES = 4 * 2**20
 _OF_ROW = frozenset({400, 413, 422})
 """Statuses that refuse a single request, such as one too long for the judge; others would meet the next one too."""
@@ -105,6 +104,10 @@ class JudgeServer:
         most_cost: cost at which no further request is made; None for any.
         cache: folder of the replies.
         quiet: whether to hide what will be asked.
+
+    Attributes:
+        usage: what was asked and paid.
+        refusal: what the judge said to the first request that it refused by itself; empty without one.
     """
 
     url: str
@@ -116,6 +119,7 @@ class JudgeServer:
     cache: Path = field(default_factory=lambda: cache_folder() / "judge")
     quiet: bool = False
     usage: Usage = field(default_factory=Usage)
+    refusal: str = ""
 
     def ask(self, conversations: Sequence[list[dict[str, str]]]) -> tuple[list[Reply | None], str | None]:
         """The replies to conversations, in their order.
@@ -201,6 +205,7 @@ class JudgeServer:
                     cause = f"an answer that is no chat completion: {self._quoted(body)}"
                 elif status in _OF_ROW:
                     self.usage.refused += 1
+                    self.refusal = self.refusal or f"status {status}: {self._quoted(body)}"
                     return Reply(None)
                 else:
                     cause = f"status {status}: {self._quoted(body)}"
@@ -223,7 +228,7 @@ class JudgeServer:
             return response.status_code, received.decode(errors="replace"), float(pause) if pause.isdigit() else 0.0
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
-        return {"model": self.model, "messages": messages, "temperature": 0, "max_tokens": MOST_TOKENS}
+        return {"model": self.model, "messages": messages, "temperature": 0}
 
     def _parsed(self, body: str) -> Reply | None:
         """The reply in a body; None if it is none. A key that the server repeats is removed."""

@@ -181,6 +181,9 @@ def test_failures_are_repeated_and_replies_without_a_verdict_are_counted(serve: 
     assert part["malformed"] == {"tuned": 6}, "three of the five rows have different answers; both orders"
     (compared,) = part["comparisons"]
     assert (compared["wins"], compared["rows"]) == (15, 21)
+    short = judge_models(judge(serve(lambda number, body: (400, {}, "too long"))), {"base": BASE, "tuned": BETTER})
+    assert (short["usage"]["refused"], short["malformed"], short["failed"]) == (36, {"tuned": 0}, None)
+    assert "the judge refused 36 requests, the first with status 400: 'too long'" in short["notes"]
     gone = judge_models(judge(serve(lambda number, body: (500, {}, "broken"))), {"base": BASE, "tuned": BETTER})
     assert "status 500: 'broken'" in gone["failed"]
     assert gone["comparisons"][0]["rows"] == 6
