@@ -58,7 +58,7 @@ class Tasks:
             ConfigError: if a task cannot be evaluated.
             CheckBroke: if the harness crashes.
         """
-        output = job.run.path / "tasks.json"
+        output = job.run.path.with_name(f"{job.run.path.name}-tasks.json")
         request = {"tasks": self.names, "run_dir": str(job.run.path), "limit": self.limit, "output": str(output)}
         environment = module_environment(launch_environment(job.devices))
         run_checker(_argv(request), {**environment, **_OFFLINE})
