@@ -251,8 +251,8 @@ class JudgeServer:
         return text.replace(self.key, "***") if self.key else text
 
     def _file(self, messages: list[dict[str, str]]) -> Path:
-        asked = json.dumps([self.url, self._body(messages)], sort_keys=True)
-        return self.cache / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+        request = json.dumps([self.url, self._body(messages)], sort_keys=True)
+        return self.cache / f"{hashlib.sha256(request.encode()).hexdigest()}.json"
 
     def _save(self, messages: list[dict[str, str]], reply: Reply) -> None:
         """Keeps a reply at once, so that a kill loses none; a cache that cannot be written keeps nothing."""

@@ -170,8 +170,8 @@ def test_failures_are_repeated_and_replies_without_a_verdict_are_counted(serve: 
     def flaky(number: int, body: dict[str, Any]) -> tuple[int, dict[str, str], str]:
         if number in failures:
             return failures[number]
-        asked = between_tags(body, "prompt")
-        return completion(sorted(vague)[int(asked[9])]) if asked in {f"Question {n}?" for n in range(5)} else fair(
+        question = between_tags(body, "prompt")
+        return completion(sorted(vague)[int(question[9])]) if question in {f"Question {n}?" for n in range(5)} else fair(
             number, body
         )  # fmt: skip
 
@@ -239,16 +239,16 @@ def test_scores_have_intervals_and_a_paired_test(serve: Any, tmp_path: Path) -> 
         answer = between_tags(body, "answer")
         return completion("Hm." if answer.endswith(" 7") else f"SCORE: {8 if 'good' in answer else 3}/10")
 
-    asked = judge(serve(score), judge_prompt=str(tmp_path / "score.txt"))
-    assert asked.metric == SCORE
-    part = judge_models(asked, {"base": BASE, "tuned": BETTER, "copy": BASE})
+    scorer = judge(serve(score), judge_prompt=str(tmp_path / "score.txt"))
+    assert scorer.metric == SCORE
+    part = judge_models(scorer, {"base": BASE, "tuned": BETTER, "copy": BASE})
     assert {entry["model"]: entry["rows"] for entry in part["rows"]} == {"base": 23, "tuned": 23, "copy": 23}
     tuned, copied = part["comparisons"]
     assert tuned["significant"]
     assert 2 < tuned["low"] < tuned["difference"] < tuned["high"] < 5
     assert (copied["difference"], copied["significant"]) == (0.0, False)
     assert part["malformed"] == {"base": 1, "tuned": 1, "copy": 1}
-    assert judge_models(asked, {"base": BASE})["comparisons"] == []
+    assert judge_models(scorer, {"base": BASE})["comparisons"] == []
 
 
 @pytest.mark.parametrize(
