@@ -170,10 +170,8 @@ def test_failures_are_repeated_and_replies_without_a_verdict_are_counted(serve: 
     def flaky(number: int, body: dict[str, Any]) -> tuple[int, dict[str, str], str]:
         if number in failures:
             return failures[number]
-        question = between_tags(body, "prompt")
-        return completion(sorted(vague)[int(question[9])]) if question in {f"Question {n}?" for n in range(5)} else fair(
-            number, body
-        )  # fmt: skip
+        index = int(between_tags(body, "prompt").strip("Question ?"))
+        return completion(sorted(vague)[index]) if index < len(vague) else fair(number, body)
 
     part = judge_models(judge(serve(flaky)), {"base": BASE, "tuned": BETTER})
     assert part["failed"] is None
