@@ -358,10 +358,7 @@ class TrainLoop:
         self._save(wait=True)
         self._until(self.context.checkpoints.copied)
         step, total = self.progress.step, self.context.plan.total_steps
-        signals = self.context.ranks.gather(requests.signal)
-        source = next((f"{name} on rank {i}" for i, name in enumerate(signals) if name), requests.run.stop_source())
-        # A dead launcher is a failure, except after a signal: the launcher may have received it too and exited first.
-        if any(self.context.ranks.gather(requests.orphaned())) and not any(signals):
+        if (source := requests.stopped_by(self.context.ranks)) is None:
             cause = f"the launcher was killed; saved at step {step} of {total}"
             return Outcome(Ending("failed", cause, retry="again", step=step), self.progress, self.results)
         cause = f"stopped by {source} at step {step} of {total}; its checkpoint is saved; resume goes on from there"

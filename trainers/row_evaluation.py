@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from trainers.config.objectives import OBJECTIVES
 from trainers.config.options import TrainConfig
@@ -25,7 +26,9 @@ from trainers.data.rollouts import Prompt, is_answerable, prompt_of, refuse_cut_
 from trainers.data.rows import Rows
 from trainers.generation import Generation, generate, stop_ids
 from trainers.model.rope_scaling import position_limit
+from trainers.monitor.stop_requests import Requests
 from trainers.objectives.sampling import Sampled
+from trainers.run.ending import Ending
 from trainers.run.folder import write_atomic
 from trainers.step import TrainContext
 
@@ -34,18 +37,51 @@ _BY_DOCUMENT = replace(OBJECTIVES["sft"], loss_of="documents", divisor="examples
 Documents = TokenSet | JoinedSet
 
 
-def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> None:
+class _Stopped(Exception):
+    """A stop was requested; raised on every rank before the same batch."""
+
+
+def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> Ending:
     """Writes the evaluation of each row into the run folder. Collective.
+
+    A request to stop ends it before the next batch, without a file: some of the rows would pass for all of them.
 
     Args:
         context: the run.
         documents: its evaluation data.
         base: the transformers model, for the tokens that end its answers and its positions.
 
+    Returns:
+        How the run ends.
+
     Raises:
         ConfigError: if answers are to be generated and rows were cut.
     """
-    tokenizer, beat = load_tokenizer(context.config), partial(context.heartbeat.at, step=0)
+    requests = Requests(context.run, context.ranks.is_main, context.launcher)
+    context.report(state="running", step=0)
+    try:
+        _evaluate_rows(context, documents, base, partial(_beat_or_stop, context, requests))
+    except _Stopped:
+        if (source := requests.stopped_by(context.ranks)) is None:
+            return Ending("failed", "the launcher was killed; no row was written", retry="again")
+        return Ending("stopped", f"stopped by {source} before all rows were evaluated; no row was written")
+    return Ending("done", None)
+
+
+def _beat_or_stop(context: TrainContext, requests: Requests, section: str, **limits: float) -> None:
+    """The heartbeat before each batch. Collective, as every rank has as many batches.
+
+    Raises:
+        _Stopped: on every rank, if any of them is to stop.
+    """
+    context.heartbeat.at(section, step=0, **limits)
+    stop, _, _ = requests.poll()
+    if context.ranks.sum(torch.tensor(float(stop), device=context.ranks.device)).item():
+        raise _Stopped
+
+
+def _evaluate_rows(context: TrainContext, documents: Documents, base: Any, beat: Callable[..., None]) -> None:
+    tokenizer = load_tokenizer(context.config)
     prompts = [prompt_of(documents, index) for index in range(len(documents))]
     refuse_cut_rows(context.config, documents)
     to_answer = _prompts_to_answer(context.config, prompts, base)

@@ -334,8 +334,7 @@ def evaluation(context: TrainContext, documents: TokenSet, base: Any) -> Outcome
     from trainers.loop import Outcome
     from trainers.row_evaluation import evaluate_rows
 
-    evaluate_rows(context, documents, base)
-    return Outcome(Ending("done", None), Progress())
+    return Outcome(evaluate_rows(context, documents, base), Progress())
 
 
 def build_sampler(

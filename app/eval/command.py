@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
+from app.eval.forgetting import forgetting
+from app.eval.judge import Judge, judge_models
+from app.eval.judge_requests import API_KEY
 from app.eval.plan import EVAL, make_plan
 from app.eval.report import print_comparison
 from app.eval.study import Study
+from app.eval.tasks import compare_tasks
+from app.launch.foreground import interruptible
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import write_json
 
@@ -30,9 +36,16 @@ def eval_verb(argv: Sequence[str]) -> int:
     if args is None:
         return 0
     plan = make_plan(args)
+    os.environ.pop(API_KEY, None)  # no process that evaluates a model needs it
     study = Study(plan, "quiet" in args.switches)
     study.run()
     document = _compared(study) if study.rows else dict(_NOTHING)
+    if plan.judge is not None and study.rows and not study.interrupted:
+        _judge(plan.judge, study, document)
+    if study.tasks:
+        document["tasks"] = compare_tasks(study.tasks, plan.settings.seed)
+    if plan.samples:
+        document["forgetting"] = forgetting(plan.samples, study.samples)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
                  "command": ["tunesmith", "eval", *argv]}  # fmt: skip
     if plan.folder.is_dir():
@@ -43,6 +56,20 @@ def eval_verb(argv: Sequence[str]) -> int:
         print_comparison(document)
         report(f"\nreport {plan.folder / 'report.json'}")
     return 130 if study.interrupted else 1 if study.failed else 0
+
+
+def _judge(judge: Judge, study: Study, document: dict[str, Any]) -> None:
+    """Adds the judge's verdicts; whether it could be asked to the end is no matter of the models."""
+    judge.server.quiet = study.quiet
+    try:
+        with interruptible():
+            document["judge"] = judge_models(judge, study.rows, study.plan.settings.seed)
+    except KeyboardInterrupt:  # its replies so far are in the cache
+        study.interrupted = True
+        return
+    if cause := document["judge"]["failed"]:
+        study.failed["judge"] = cause
+        say(clean(cause))
 
 
 def _compared(study: Study) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,16 @@ from typing import Any
 from app.command_line import Args, Verb
 from app.console import shortened
 from app.eval.comparison import Settings
+from app.eval.forgetting import Sample, samples_of
+from app.eval.judge import OPTIONS as JUDGE_OPTIONS
+from app.eval.judge import WIN, Judge, judge_of
 from app.eval.metrics import LOSS_METRICS
+from app.eval.tasks import OPTIONS as TASK_OPTIONS
+from app.eval.tasks import Tasks, tasks_of
 from app.launch.job import TrainJob, train_job
 from app.runs.runs import config_values
 from app.services.model_names import named_model
-from trainers.config.command_line import option
+from trainers.config.command_line import option, switch
 from trainers.config.fields import sections
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig
@@ -53,6 +58,8 @@ _CHOSEN = _HOW | {
     "columns", "sample_by", "bad_rows", "chat_template", "trust_remote_code", "runs_dir", "cache_dir",
 }  # fmt: skip
 """The options of `train` that an evaluation takes."""
+_NOT_OF_SAMPLES = frozenset(sections()["data"]) - _HOW - {"bad_rows", "cache_dir", "chat_template", "dataset_num_proc"}
+"""Options that say what the rows of an evaluation are; samples for forgetting are other rows."""
 EVAL = Verb(
     "eval",
     "Compare models on the same rows: loss, answers and what they score, with intervals and a paired test. The first "
@@ -67,7 +74,12 @@ EVAL = Verb(
         "metric_schema": option("metric_schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
         "answer_tokens": option("answer_tokens", "<int>", "Longest answer, in tokens; 0: losses alone. Default: "
                                 f"{ANSWER_TOKENS}."),
+        "forgetting": switch("forgetting", "Also measure the loss on general text that ships with Tunesmith: what each "
+                             "model has forgotten."),
+        "forgetting_dataset": option("forgetting_dataset", "<dataset>", "Also measure it on rows of your own."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
+        **JUDGE_OPTIONS,
+        **TASK_OPTIONS,
     },
     launch=tuple(sorted(_LAUNCH)),
     hidden={*TrainConfig.model_fields, "config"} - _CHOSEN,
@@ -83,23 +95,27 @@ class Candidate:
         options: options of the run that evaluates it, but for those that say what to load from a checkpoint.
         devices: where to run.
         checkpoint: the run and the checkpoint to export first; None if its weights can be loaded as they are.
+        samples: by the name of each sample for forgetting, the options of its run that are others.
     """
 
     label: str
     options: Mapping[str, Any]
     devices: Mapping[str, str]
     checkpoint: tuple[RunFolder, str] | None = None
+    samples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def job(self, exported: Path | None = None) -> TrainJob:
+    def job(self, exported: Path | None = None, sample: str | None = None) -> TrainJob:
         """The run that evaluates it.
 
         Args:
             exported: folder of the exported checkpoint.
+            sample: name of the sample for forgetting; None for the rows of the evaluation.
 
         Raises:
             ConfigError: if it cannot be evaluated.
         """
-        return self._job({} if exported is None else options_of_folder(exported))
+        weights = {} if exported is None else options_of_folder(exported)
+        return self._job(weights if sample is None else {**weights, **self.samples[sample]}, sample)
 
     def check(self) -> None:
         """Checks the run before anything starts: of a checkpoint, with the model that it was trained from.
@@ -112,8 +128,9 @@ class Candidate:
             weights = {"model_name_or_path": config_values(self.checkpoint[0]).get("model_name_or_path"), **_FROZEN}
         self._job(weights)
 
-    def _job(self, weights: Mapping[str, Any]) -> TrainJob:
-        return train_job(Args([], dict(self.devices), request=Request(options={**self.options, **weights})))
+    def _job(self, changes: Mapping[str, Any], sample: str | None = None) -> TrainJob:
+        options = {name: value for name, value in self.options.items() if not (sample and name in _NOT_OF_SAMPLES)}
+        return train_job(Args([], dict(self.devices), request=Request(options={**options, **changes})))
 
 
 @dataclass
@@ -124,11 +141,17 @@ class Plan:
         folder: folder of the report and of all runs; not created yet.
         candidates: the models, the one that others are compared with first.
         settings: what is computed of their rows.
+        samples: texts on which forgetting is measured.
+        judge: judges the answers; None for no judge.
+        tasks: of lm-evaluation-harness; None for none.
     """
 
     folder: Path
     candidates: list[Candidate]
     settings: Settings
+    samples: Sequence[Sample] = ()
+    judge: Judge | None = None
+    tasks: Tasks | None = None
 
 
 @dataclass(frozen=True)
@@ -168,13 +191,22 @@ def make_plan(args: Args) -> Plan:
     with mistakes:
         settings = _settings(args.own)
         settings.check()
-        _refuse_without_answers(settings, str(args.own.get("answer_tokens")))
+        _refuse_without_answers(settings, args.own)
+    judge = tasks = None
+    with mistakes:
+        judge = judge_of(args.own)
+    with mistakes:
+        tasks = tasks_of(args.own)
     mistakes.refuse()
     every = [*models, *_base(str(args.own.get("base", BASE)), models, runs_dir)]
     first = next((model.run for model in every if model.run), None)  # the base's rows only if no other is a run
     models = _distinct([*every[len(models) :], *models])
     shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
-    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings)
+    if judge is not None and judge.metric == WIN and len(models) < 2:
+        raise ConfigError.about("judge_url", None, "has two answers compared, and there is a single model",
+                                "name another one, or a --judge_prompt with {answer}")  # fmt: skip
+    samples = samples_of(args.own)
+    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings, samples, judge, tasks)
     labels: set[str] = set()
     for model in models:
         others = (f"{model.label} {number}" for number in count(2))
@@ -183,7 +215,8 @@ def make_plan(args: Args) -> Plan:
         folder = plan.folder / f"{len(labels)}-{_file_name(label)}"
         options = {**shared, **model.options, **chosen, "output_dir": str(folder)}
         checkpoint = (model.run, model.checkpoint) if model.run and model.checkpoint else None
-        candidate = Candidate(label, options, args.launch, checkpoint)
+        of_samples = {sample.name: sample.options(folder) for sample in samples}
+        candidate = Candidate(label, options, args.launch, checkpoint, of_samples)
         plan.candidates.append(candidate)
         with mistakes:
             candidate.check()
@@ -204,13 +237,16 @@ def _unread(args: Args) -> list[Mistake]:
     ]  # fmt: skip
 
 
-def _refuse_without_answers(settings: Settings, tokens: str) -> None:
-    """Raises ConfigError for a metric of answers if there are none."""
+def _refuse_without_answers(settings: Settings, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a metric or a judge of answers if there are none."""
+    if str(values.get("answer_tokens")) != "0":
+        return
+    problem, remedy = "with --answer_tokens 0: no answer is generated", "leave it out"
     of_answers = [name for name in settings.metrics or () if name not in LOSS_METRICS]
-    if of_answers and tokens == "0":
-        raise ConfigError.about(
-            "metrics", of_answers[0], "with --answer_tokens 0: no answer is generated", "leave it out"
-        )
+    if of_answers:
+        raise ConfigError.about("metrics", of_answers[0], problem, remedy)
+    if "judge_url" in values:
+        raise ConfigError.about("judge_url", None, problem, remedy)
 
 
 def _distinct(models: list[_Model]) -> list[_Model]:

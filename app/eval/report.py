@@ -29,9 +29,67 @@ def print_comparison(document: Mapping[str, Any]) -> None:
                 report(_safe(comparison_line(entry)))
     if len(document["comparisons"]) > 1:
         report(f"\n{ONE_BY_ONE}")
+    if "judge" in document:
+        _print_judge(document["judge"])
+    if "tasks" in document:
+        _print_tasks(document["tasks"])
+    if "forgetting" in document:
+        _print_forgetting(document["forgetting"])
     _print_changed(document["changed"])
     for note in document["notes"]:
         report(_safe(f"note: {note}"))
+
+
+def _print_judge(part: Mapping[str, Any]) -> None:
+    report(_safe(f"\nJudged by {part['model']} at {part['url']}: {_title(part['metric'])}"))
+    against = [entry for entry in part["rows"] if "against" in entry]
+    show_table(*_table([{**entry, "model": f"{entry['model']} against {entry['against']}"} for entry in against]
+                       or part["rows"]))  # fmt: skip
+    for entry in part["comparisons"]:
+        report(_safe(comparison_line(entry)))
+        if "wins" in entry:
+            first = "-" if entry["first_position"] is None else f"{entry['first_position']:.0%}"
+            report(f"  {entry['wins']:,} won, {entry['losses']:,} lost, {entry['ties']:,} tied, {entry['identical']:,} "
+                   f"identical; {entry['inconsistent']:,} judged otherwise in the other order; the first answer won "
+                   f"{first}")  # fmt: skip
+    usage = part["usage"]
+    malformed = sum(part["malformed"].values())
+    cost = "" if usage["cost"] is None else f", cost {number(usage['cost'])}"
+    report(f"{usage['requests']:,} requests, {usage['cached']:,} from the cache, {usage['retries']:,} repeated, "
+           f"{malformed:,} without a verdict; {usage['prompt_tokens']:,} tokens in, {usage['completion_tokens']:,} "
+           f"out{cost}")  # fmt: skip
+    report(_safe(f"prompt: {_line(part['template'])}"))
+    for note in part["notes"]:
+        report(_safe(f"note: judge, {note}"))
+
+
+def _print_tasks(part: Mapping[str, Any]) -> None:
+    report(_safe(f"\nTasks of lm-evaluation-harness {part['version']}"))
+    cells = [[entry["task"], entry["metric"], entry["model"], number(entry["value"]), number(entry["stderr"]),
+              f"{entry['rows']:,}"] for entry in part["rows"]]  # fmt: skip
+    show_table(["task", "metric", "model", "value", "standard error", "rows"],
+               [[_safe(cell) for cell in row] for row in sorted(cells, key=lambda row: row[:2])])  # fmt: skip
+    for entry in part["comparisons"]:
+        is_better = (entry["difference"] or 0) > 0
+        verdict = {None: "differs", is_better: "better"}.get(entry["higher_is_better"], "worse")
+        of_task = {**entry, "source": f"{entry['task']}, {entry['metric']}", "verdict": verdict}
+        report(_safe(comparison_line(of_task)))
+
+
+def _print_forgetting(part: Mapping[str, Any]) -> None:
+    for sample in part["samples"]:
+        for metric in dict.fromkeys(entry["metric"] for entry in part["rows"]):
+            rows, comparisons = (
+                [entry for entry in part[key] if entry["sample"] == sample["name"] and entry["metric"] == metric]
+                for key in ("rows", "comparisons")
+            )
+            if rows:
+                report(_safe(f"\nForgetting: {_title(metric)}, {sample['name']}"))
+                show_table(*_table(rows))
+            for entry in comparisons:
+                report(_safe(comparison_line(entry)))
+    for note in part["notes"]:
+        report(_safe(f"note: forgetting, {note}"))
 
 
 def comparison_line(entry: Mapping[str, Any]) -> str:
@@ -46,7 +104,8 @@ def comparison_line(entry: Mapping[str, Any]) -> str:
     if not entry["significant"]:
         return f"{pair}: no difference shown ({measured})"
     lower = entry["difference"] < 0
-    return f"{pair}: {'better' if lower == (entry['metric'] in LOWER_IS_BETTER) else 'worse'} ({measured})"
+    verdict = "better" if lower == (entry["metric"] in LOWER_IS_BETTER) else "worse"
+    return f"{pair}: {entry.get('verdict', verdict)} ({measured})"
 
 
 def _title(metric: str) -> str:

@@ -59,3 +59,22 @@ def test_a_model_that_fails_leaves_the_others(trained: Path) -> None:
     assert f"{run}@step-00000008" in done.stderr
     assert "perplexity (lower is better)" in done.stdout
     assert "exact_match" not in done.stdout
+
+
+@pytest.mark.long
+def test_a_model_that_was_trained_hard_forgets_and_an_untouched_copy_does_not(tmp_path: Path) -> None:
+    options = ["--max_steps", "60", "--max_train_samples", "300", "--learning_rate", "2e-3", "--max_eval_samples", "8"]
+    done = tunesmith("train", "tiny-full", *options, "--output_dir", "runs/hard", "--quiet", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "own.txt").write_text("".join(f"Line {number} of what was known before.\n" for number in range(30)))
+    words = ["runs/hard", "embedded", "--forgetting", "--forgetting_dataset", "own.txt", "--answer_tokens", "0"]
+    done = tunesmith("eval", *words, "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    part = json.loads(done.stdout)["forgetting"]
+    verdicts = {(each["sample"], each["b"]): each["verdict"] for each in part["comparisons"]}
+    assert verdicts["general text", "hard"] == "forgot"
+    assert verdicts["general text", "embedded"] == verdicts["own", "embedded"] == "no difference shown"
+    missing = tunesmith("eval", "runs/hard", "--forgetting_dataset", "none.txt", cwd=tmp_path)
+    assert missing.returncode == 2
+    assert "none.txt" in missing.stderr
+    assert "[1/2]" not in missing.stderr, "it is refused before the first model runs"

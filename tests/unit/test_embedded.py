@@ -18,7 +18,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from benchmarks.embedded import chat_data, documents, preference_data, project_text
+from benchmarks.embedded import chat_data, documents, general_text, preference_data, project_text
 from benchmarks.embedded.records import (
     KINDS,
     make_record,
@@ -29,7 +29,7 @@ from benchmarks.embedded.records import (
     to_json,
     to_xml,
 )
-from trainers.embedded import BASE_DIR, DATA_DIR, PREFERENCES_DIR, TEXT_DIR
+from trainers.embedded import BASE_DIR, DATA_DIR, GENERAL_DIR, PREFERENCES_DIR, TEXT_DIR
 from trainers.tools import score
 
 SPLITS = tuple(chat_data.SIZES)
@@ -279,3 +279,16 @@ def test_the_shipped_texts_are_pages_and_code_and_those_of_evaluation_are_not_tr
     project_text.write_splits(tmp_path)
     now = texts(tmp_path)
     assert len({*now["train"], *now["eval"]} & {*shipped["train"], *shipped["eval"]}) > 10, "the program's own"
+
+
+def test_the_shipped_general_text_is_the_programs_and_varied(tmp_path: Path) -> None:
+    general_text.write(tmp_path)
+    shipped = (GENERAL_DIR / "passages.jsonl").read_bytes()
+    assert (tmp_path / "passages.jsonl").read_bytes() == shipped
+    rows = [json.loads(line) for line in shipped.splitlines()]
+    assert len({row["text"] for row in rows}) == len(rows) > 300
+    assert len({row["kind"] for row in rows}) >= 10
+    assert 60_000 < len(shipped) < 150_000
+    assert max(len(row["text"]) for row in rows) < 600, "short enough to be read whole"
+    trained = (TEXT_DIR / "train.jsonl").read_text() + (DATA_DIR / "train.jsonl").read_text()
+    assert not any(json.dumps(row["text"])[1:-1] in trained for row in rows)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for top in ("app", "trainers", "ui") for path in (ROOT / top).rglob("*.py"))
 SHARED = ("trainers.config", "trainers.strategy", "trainers.run")
 """The rooms of `trainers/` that `app/` and `ui/` import, beside the paths of the embedded model; without torch."""
-EMBEDDED = {"trainers.embedded", "trainers.embedded.BASE_DIR", "trainers.embedded.DATA_DIR"}
+EMBEDDED = {"trainers.embedded", *(f"trainers.embedded.{name}" for name in ("BASE_DIR", "DATA_DIR", "GENERAL_DIR"))}
 FLOORS = (
     *("trainers.embedded", *SHARED, "trainers.data", "trainers.objectives", "trainers.model", "trainers.parallel"),
     *("trainers.checkpoint", "trainers.monitor", "trainers.rewards", "trainers.tools", "trainers.evaluation"),

@@ -16,7 +16,7 @@ def sampler_mistakes(config: TrainConfig) -> list[Mistake]:
     url = config.sampler_url
     if url is None or not config.objective_spec.samples:
         return []
-    if problem := _url_problem(url):
+    if problem := url_problem(url, API_KEY):
         return [Mistake("sampler_url", None if "@" in url or "?" in url else url, *problem)]
     own = "leave it out, and the processes of the run sample"
     rules: list[tuple[bool, str, object, str]] = [
@@ -52,8 +52,13 @@ def sampler_mistakes(config: TrainConfig) -> list[Mistake]:
     ]
 
 
-def _url_problem(url: str) -> tuple[str, str] | None:
-    """What is wrong with an address, and the remedy."""
+def url_problem(url: str, key: str) -> tuple[str, str] | None:
+    """What is wrong with the address of a server, and the remedy.
+
+    Args:
+        url: the address.
+        key: environment variable with the key of the server.
+    """
     import httpx  # few runs need it
 
     example = "use one such as http://127.0.0.1:8000"
@@ -63,7 +68,7 @@ def _url_problem(url: str) -> tuple[str, str] | None:
     except ValueError:
         return "is not an address", example
     if "@" in parts.netloc:
-        return "holds credentials", f"leave them out and set {API_KEY} in the environment"
+        return "holds credentials", f"leave them out and set {key} in the environment"
     if parts.scheme not in ("http", "https") or not host:
         return "is not an http(s) address", example
     if "?" in url or "#" in url:

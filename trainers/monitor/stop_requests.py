@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+from trainers.parallel.ranks import Ranks
 from trainers.run.folder import RunFolder
 from trainers.run.launch import end_with_launcher
 
@@ -48,3 +49,13 @@ class Requests:
     def orphaned(self) -> bool:
         """Whether the launcher died: nothing else would end this rank, so it must end itself."""
         return os.getppid() != self.launcher
+
+    def stopped_by(self, ranks: Ranks) -> str | None:
+        """What has requested the stop, of any rank; None if it was the death of the launcher. Collective.
+
+        A dead launcher is a failure, except after a signal: it may have received the signal too and exited first.
+        """
+        signals = ranks.gather(self.signal)
+        if any(ranks.gather(self.orphaned())) and not any(signals):
+            return None
+        return next((f"{name} on rank {rank}" for rank, name in enumerate(signals) if name), self.run.stop_source())

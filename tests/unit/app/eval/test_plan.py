@@ -11,7 +11,7 @@ import pytest
 from app.eval.plan import EVAL, Plan, make_plan
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
-from trainers.embedded import BASE_DIR
+from trainers.embedded import BASE_DIR, GENERAL_DIR
 from trainers.run.folder import RunFolder, write_json
 
 
@@ -164,3 +164,21 @@ def test_what_cannot_be_evaluated_is_refused(runs: Path, words: tuple[str, ...],
     for line in lines:
         assert line in "\n".join(refused.value.lines)
     assert not list((runs / "runs").glob("eval-*"))
+
+
+def test_samples_for_forgetting_are_other_rows_of_the_same_model(runs: Path) -> None:
+    (runs / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (runs / "own.txt").write_text("What was known before.\n")
+    words = ("--forgetting", "--forgetting_dataset", "own.txt", "--dataset_name", "mine.jsonl", "--columns", "prompt=x")
+    prepared = plan("first", *words, "--seed", "9")
+    assert [sample.name for sample in prepared.samples] == ["general text", "own"]
+    for candidate in prepared.candidates:
+        evaluated, own = candidate.job().config, candidate.job(sample="own").config
+        assert own.eval_dataset_name == str(runs / "own.txt")
+        assert (own.columns, own.max_eval_samples, own.eval_answer_tokens) == ({}, None, 0)
+        for name in ("model_name_or_path", "from_run", "method", "max_length", "mixed_precision", "seed", "strategy"):
+            assert getattr(own, name, None) == getattr(evaluated, name, None), name
+        general = candidate.job(sample="general text").config
+        assert general.eval_dataset_name == str(GENERAL_DIR / "passages.jsonl")
+        assert len({str(config.output_dir) for config in (evaluated, own, general)}) == 3
+    assert plan("first").samples == []
