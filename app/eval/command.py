@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
+from app.eval.folder import EvaluationFolder, held
 from app.eval.plan import EVAL, make_plan
 from app.eval.report import print_comparison
 from app.eval.study import Study
@@ -30,18 +32,25 @@ def eval_verb(argv: Sequence[str]) -> int:
     if args is None:
         return 0
     plan = make_plan(args)
-    study = Study(plan, "quiet" in args.switches)
-    study.run()
-    document = _compared(study) if study.rows else dict(_NOTHING)
-    document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
-                 "command": ["tunesmith", "eval", *argv]}  # fmt: skip
-    if plan.folder.is_dir():
-        write_json(plan.folder / "report.json", document)
+    study, folder = Study(plan, "quiet" in args.switches), EvaluationFolder(plan.folder)
+    is_new, command = not plan.folder.exists(), ["tunesmith", "eval", *argv]
+    try:
+        with held(folder, [candidate.label for candidate in plan.candidates], command):
+            study.run()
+            document = _compared(study) if study.rows else dict(_NOTHING)
+            document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
+                         "command": command}  # fmt: skip
+            document["changed"] = document.pop("changed")  # last, as it may be long: readers begin at the front
+            write_json(folder.report, document)
+    except BaseException:
+        if is_new and not folder.runs():
+            shutil.rmtree(plan.folder, ignore_errors=True)  # nothing was evaluated
+        raise
     if "json" in args.switches:
         report_json(document)
     else:
         print_comparison(document)
-        report(f"\nreport {plan.folder / 'report.json'}")
+        report(f"\nreport {folder.report}")
     return 130 if study.interrupted else 1 if study.failed else 0
 
 

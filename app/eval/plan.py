@@ -17,6 +17,7 @@ from typing import Any
 from app.command_line import Args, Verb
 from app.console import shortened
 from app.eval.comparison import Settings
+from app.eval.folder import PREFIX
 from app.eval.metrics import LOSS_METRICS
 from app.launch.job import TrainJob, train_job
 from app.runs.runs import config_values
@@ -45,12 +46,13 @@ _NOT_OF_BASE = frozenset({"preset", "from_run", "trust_remote_code", "attn_imple
 """Options of a model that its base does not have too. Code of a repository runs only if the command line says so."""
 _OF_TRAINING = frozenset({"dataset_streaming", "streaming_window", "streaming_cache", "max_train_samples"})
 _SET_BY_EVAL = frozenset({
-    "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "output_dir", "preset",
+    "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "preset",
     "resume_from_checkpoint",
 })  # fmt: skip
 _CHOSEN = _HOW | {
     "dataset_name", "dataset_config_name", "dataset_query", "dataset_format", "eval_split", "max_eval_samples",
     "columns", "sample_by", "bad_rows", "chat_template", "trust_remote_code", "runs_dir", "cache_dir",
+    "output_dir",
 }  # fmt: skip
 """The options of `train` that an evaluation takes."""
 EVAL = Verb(
@@ -67,6 +69,7 @@ EVAL = Verb(
         "metric_schema": option("metric_schema", "<file>", "JSON Schema that answers are to fit (metric json_schema)."),
         "answer_tokens": option("answer_tokens", "<int>", "Longest answer, in tokens; 0: losses alone. Default: "
                                 f"{ANSWER_TOKENS}."),
+        "output_dir": option("output_dir", "<dir>", "Folder of the report; default: runs_dir/eval-ID."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
     },
     launch=tuple(sorted(_LAUNCH)),
@@ -174,7 +177,9 @@ def make_plan(args: Args) -> Plan:
     first = next((model.run for model in every if model.run), None)  # the base's rows only if no other is a run
     models = _distinct([*every[len(models) :], *models])
     shared = {**_rows(first, chosen), "objective": "sft", "eval_only": True, "eval_answer_tokens": tokens}
-    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings)
+    output = chosen.pop("output_dir", None)
+    folder = Path(str(output)).expanduser().absolute() if output else new_folder(runs_dir, f"{len(models)}-models")
+    plan = Plan(folder, [], settings)
     labels: set[str] = set()
     for model in models:
         others = (f"{model.label} {number}" for number in count(2))
@@ -301,9 +306,10 @@ def _whole_number(values: Mapping[str, Any], name: str, default: int) -> int:
     return number
 
 
-def _new_folder(runs_dir: Path, label: str) -> Path:
+def new_folder(runs_dir: Path, label: str) -> Path:
+    """A folder for a new evaluation; not created."""
     ids = (new_run_id(label, time.time(), number) for number in count(os.getpid()))
-    return next(path for run_id in ids if not (path := runs_dir.absolute() / f"eval-{run_id}").exists())
+    return next(path for run_id in ids if not (path := runs_dir.absolute() / f"{PREFIX}{run_id}").exists())
 
 
 def _file_name(label: str) -> str:
