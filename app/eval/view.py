@@ -6,7 +6,6 @@ A report may be of another version, or hold anything: only known keys are read, 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import shlex
 from collections.abc import Iterable, Mapping
