@@ -26,7 +26,7 @@ from trainers.run.folder import END_STATES, RunFolder, read_json
 MOST_LISTED = 100
 """Evaluations that are listed."""
 _MOST_ROWS = 2000
-_MOST_CHANGED = 30
+_MOST_CHANGED = 60
 _MOST_NOTES = 50
 _MAX_TEXT = 4000
 """Characters that are shown of a prompt or an answer."""
@@ -182,7 +182,7 @@ def result(folder: EvaluationFolder) -> View:
     """The report of an evaluation.
 
     Returns:
-        `models`, the one that the others are compared with first; `metrics`, see `_metric`; `changed`, see `_change`;
+        `models`, the one that the others are compared with first; `metrics`, see `_metric`; `changed`, see `_changes`;
         `notes` and `failed`, sentences; `command`; and `left_out`, sentences about what is not listed here.
     """
     return _result(folder.report, stamp(folder.report))
@@ -203,7 +203,7 @@ def _result(path: Path, version: Stamp | None) -> View:
     return {
         "models": list(dict.fromkeys(_text(row["model"], _MAX_NAME) for row in rows)),
         "metrics": [_metric(name, rows, compared) for name in names],
-        "changed": [_change(change) for change in every[:_MOST_CHANGED]],
+        "changed": _changes(every[:_MOST_CHANGED]),
         "notes": [_text(note, _MAX_TEXT) for note in _list(document, "notes")[:_MOST_NOTES]],
         "failed": [f"{_text(name, _MAX_NAME)}: {_text(why, _MAX_TEXT)}" for name, why in failed.items()]
         if isinstance(failed, dict) else [],
@@ -247,22 +247,42 @@ def _comparison(metric: str, comparison: View | None) -> View:
     }  # fmt: skip
 
 
-def _change(change: View) -> View:
-    """An answer that changed.
+def _changes(entries: Iterable[View]) -> list[View]:
+    """The answers that changed, by row.
 
     Returns:
-        `a`, `b`, `row`, `source`, `metric`, `before`, `after`, `was_right`, `is_right`, `prompt`, `expected` (None
-        where they are missing), and `answer_a` and `answer_b`: parts of the text, each with whether the other text
-        lacks it; None without answers.
+        `[{row, source, metric, prompt, expected, before, was_right, a, answer_a, others}]`, with `others` `[{b, answer,
+        after, is_right}]`. An answer is a list of parts of its text, each with whether the answer that it is compared
+        with lacks it; None without answers. That of the first model is compared only if there is one other.
     """
-    names = {key: _text(change.get(key), _MAX_NAME) for key in ("a", "b", "row", "metric")}
-    texts = {key: _text(change[key], _MAX_TEXT) if isinstance(change.get(key), str) else None
-             for key in ("source", "prompt", "expected", "answer_a", "answer_b")}  # fmt: skip
-    a, b = texts["answer_a"], texts["answer_b"]
-    parts = (None, None) if a is None or b is None else (changes(b, a), changes(a, b))
-    rights = {key: change[key] if isinstance(change.get(key), bool) else None for key in ("was_right", "is_right")}
-    numbers = {key: _number(change.get(key)) for key in ("before", "after")}
-    return {**names, **texts, **rights, **numbers, "answer_a": parts[0], "answer_b": parts[1]}
+    rows: dict[tuple[str, ...], View] = {}
+    for change in entries:
+        names = {key: _text(change.get(key), _MAX_NAME) for key in ("a", "b", "row", "metric")}
+        texts = {key: _text(change[key], _MAX_TEXT) if isinstance(change.get(key), str) else None
+                 for key in ("source", "prompt", "expected", "answer_a", "answer_b")}  # fmt: skip
+        rights = {key: change[key] if isinstance(change.get(key), bool) else None for key in ("was_right", "is_right")}
+        answer, other = texts.pop("answer_a"), texts.pop("answer_b")
+        b, after, is_right = names.pop("b"), _number(change.get("after")), rights.pop("is_right")
+        row: View = {
+            **names,
+            **texts,
+            **rights,
+            "before": _number(change.get("before")),
+            "answer_a": answer,
+            "others": [],
+        }
+        row = rows.setdefault((names["a"], names["row"], str(row["source"]), str(answer)), row)
+        row["others"].append({"b": b, "answer": _parts(answer, other), "text": other, "after": after,
+                              "is_right": is_right})  # fmt: skip
+    for row in rows.values():
+        others = [other.pop("text") for other in row["others"]]
+        row["answer_a"] = _parts(others[0] if len(others) == 1 else row["answer_a"], row["answer_a"])
+    return list(rows.values())
+
+
+def _parts(before: str | None, after: str | None) -> list[tuple[str, bool]] | None:
+    """The second text in parts, each with whether the first lacks it; None without one."""
+    return None if after is None else changes(before or "", after)
 
 
 def standings(view: View) -> list[View]:

@@ -38,7 +38,7 @@ from ui.parts import alert_list, loading, note, section, title
 
 _POLL_SECONDS = 1.0
 """Seconds between two refreshes."""
-_LEAD = "Compare models on the same rows: what they lose, what they answer, and what the difference is worth."
+_LEAD = "Compare models on the same rows: what they answer, how well they score, and what is more than chance."
 _EMPTY = "None yet. Choose models above; the comparison appears here, and stays."
 _BASES = [("what the first run started from", BASE), ("the first model of the list", "none")]
 _QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -80,26 +80,27 @@ class _Page:
         self._connect(sure, cancel)
 
     def _lay_out_form(self) -> None:
-        gr.HTML("<h2>Models</h2>", padding=False, apply_default_css=False)
+        gr.HTML("<h2>1. Models</h2>", padding=False, apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             self.models = gr.Dropdown(
-                [], multiselect=True, allow_custom_value=True, label="Models", elem_id="eval-models", min_width=280,
+                [], multiselect=True, allow_custom_value=True, label="Runs, checkpoints and other models",
+                elem_id="opt-models", min_width=280,
                 elem_classes=["ts-field"], info="Runs, with @ their checkpoints and exports; or enter a model folder "
                 "or a Hub id.",
             )  # fmt: skip
             self.base = gr.Dropdown(
-                _BASES, value=BASE, allow_custom_value=True, label="Compared with", elem_id="eval-base", min_width=280,
+                _BASES, value=BASE, allow_custom_value=True, label="Compared with", elem_id="opt-base", min_width=280,
                 elem_classes=["ts-field"], info="Or enter a run, a model folder or a Hub id.",
             )  # fmt: skip
-        gr.HTML("<h2>Rows</h2>", padding=False, apply_default_css=False)
+        gr.HTML("<h2>2. Rows</h2>", padding=False, apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
-            self.rows = self._text("dataset_name", "Rows", "A file, or a Hub id of a data set.",
+            self.rows = self._text("dataset_name", "File or data set", "A file, or a Hub id of a data set.",
                                    "the first run's evaluation data")  # fmt: skip
             self.most = self._text("max_eval_samples", "Most rows", "The first so many rows are used.", "all")
         self.upload = gr.UploadButton(
             "Upload rows", file_types=list(EXTENSIONS), elem_id="eval-upload", size="md", scale=0, min_width=160
         )
-        gr.HTML("<h2>Measures</h2>", padding=False, apply_default_css=False)
+        gr.HTML("<h2>3. Measures</h2>", padding=False, apply_default_css=False)
         self.metrics = gr.CheckboxGroup(
             [(LABELS[name][0], name) for name in METRICS], label="Metrics", elem_id="eval-metrics",
             info="With none ticked, those that fit the rows.",
@@ -110,22 +111,22 @@ class _Page:
             self.schema = self._text("metric_schema", "JSON Schema", "A file, for the metric of that name.", "none")
         gr.HTML(note("Metrics in files of your own, and models that judge answers, run from the command line only: "
                      "`tunesmith eval`."), padding=False, apply_default_css=False)  # fmt: skip
-        gr.HTML("<h2>Where</h2>", padding=False, apply_default_css=False)
+        gr.HTML("<h2>4. Where to run</h2>", padding=False, apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             able = [choice.name for choice in strategy_choices("lora", None) if choice.reason is None]
             self.strategy = gr.Dropdown(
                 [("chosen by the devices", ""), *((name, name) for name in able)], value="", label="Strategy",
-                elem_id="eval-strategy", elem_classes=["ts-field"], min_width=280, num_choices_shown=100,
+                elem_id="opt-strategy", elem_classes=["ts-field"], min_width=280, num_choices_shown=100,
                 info="Changes speed and memory. Those that split the model are refused.",
             )  # fmt: skip
             gpus = gpu_choices()
             self.gpus = gr.CheckboxGroup(
-                gpu_labels(gpus), label="GPUs", elem_id="eval-gpus", visible=bool(gpus), elem_classes=["ts-field"],
+                gpu_labels(gpus), label="GPUs", elem_id="opt-gpus", visible=bool(gpus), elem_classes=["ts-field"],
                 info="With none ticked, the free ones.", min_width=280,
             )  # fmt: skip
             self.processes = gr.Textbox(
                 label="Processes on this computer", info=cpu_tile() if not gpus else "", max_lines=1,
-                visible=not gpus, placeholder=str(CPU_PROCESSES), elem_id="eval-num_processes", html_attributes=PLAIN,
+                visible=not gpus, placeholder=str(CPU_PROCESSES), elem_id="opt-num_processes", html_attributes=PLAIN,
                 elem_classes=["ts-field"], min_width=280,
             )  # fmt: skip
         self.start = gr.Button("Evaluate", variant="primary", elem_id="eval-start", size="md", scale=0, min_width=200)
@@ -136,7 +137,7 @@ class _Page:
 
     def _text(self, name: str, label: str, info: str, placeholder: str) -> gr.Textbox:
         return gr.Textbox(
-            label=label, info=info, placeholder=placeholder, max_lines=1, elem_id=f"eval-{name}", min_width=280,
+            label=label, info=info, placeholder=placeholder, max_lines=1, elem_id=f"opt-{name}", min_width=280,
             elem_classes=["ts-field"], html_attributes=PLAIN,
         )  # fmt: skip
 
@@ -178,6 +179,8 @@ class _Page:
 
     def preview(self, *raw: Any) -> str:
         """The command that does what the form says."""
+        if not raw[0]:
+            return ""  # the command would be refused
         try:
             return command_box(command(dict(zip(FIELDS, raw, strict=True)), self.context.runs_dir))
         except ConfigError:

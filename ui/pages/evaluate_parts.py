@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 from app.eval.view import standings
-from app.runs.compare import measure_texts
 from app.services.chat import weights_of
 from trainers.run.folder import RunFolder
 from ui.parts import (
@@ -230,18 +230,19 @@ def _table(
 
 
 def _lines(rows: Sequence[dict[str, Any]], key: str) -> Iterable[Html]:
-    numbers = measure_texts([row[name] for row in rows for name in ("value", "low", "high")]) if rows else []
+    decimals = _decimals([row[name] for row in rows for name in ("value", "low", "high")])
     ends = [row[name] for row in rows for name in ("value", "low", "high") if row[name] is not None]
     low, high = (min(ends), max(ends)) if ends else (0.0, 0.0)
-    for index, row in enumerate(rows):
-        value, start, end = numbers[3 * index : 3 * index + 3]
-        interval = f"{start} to {end}" if row["low"] is not None and row["high"] is not None else "-"
+    for row in rows:
+        value = _fixed(row["value"], decimals)
         cells = [
             element("th", row[key], scope="row"),
             element("td", value, class_="ts-number ts-value"),
-            element("td", interval, class_="ts-number", data_name="95% interval"),
+            element(
+                "td", _bounds(row["low"], row["high"], decimals) or "-", class_="ts-number", data_name="95% interval"
+            ),
             element("td", _plot(row, low, high), class_="ts-interval"),
-            element("td", _difference(row)),
+            element("td", _difference(row, decimals)),
             element("td", number_text(row["rows"]), class_="ts-number", data_name="Rows"),
         ]
         yield element("tr", join(cells))
@@ -262,20 +263,33 @@ def _plot(row: dict[str, Any], low: float, high: float) -> Html:
     return Html(f'<svg class="ts-whisker" aria-hidden="true">{bar}{dot}</svg>')
 
 
-def _difference(row: dict[str, Any]) -> Html:
+def _difference(row: dict[str, Any], decimals: int) -> Html:
     """The verdict in words, and the difference with its interval."""
     words = row["verdict"]
     if words is None:
-        return element("span", "compared with", class_="ts-beside")
+        return element("span", "what the others are compared with", class_="ts-beside")
     if row["difference"] is None:
         return element("span", words)
-    texts = measure_texts([row["difference"], row["difference_low"], row["difference_high"]])
     sign = "+" if row["difference"] > 0 else ""
-    bounds = f" ({texts[1]} to {texts[2]})" if row["difference_low"] is not None else ""
-    measured = f"{sign}{texts[0]}{bounds}{_chance(row['p_value'])}"
+    bounds = _bounds(row["difference_low"], row["difference_high"], decimals)
+    measured = f"{sign}{_fixed(row['difference'], decimals)}{f' ({bounds})' if bounds else ''}{_chance(row['p_value'])}"
     fewer = row["compared_rows"] is not None and row["compared_rows"] != row["rows"]
     common = f", {number_text(row['compared_rows'])} rows in common" if fewer else ""
     return join([element("span", words, class_=_KINDS.get(words, "ts-same")), _small(f"{measured}{common}")])
+
+
+def _decimals(values: Sequence[float | None]) -> int:
+    """The decimals with which the largest value has four digits."""
+    largest = max((abs(value) for value in values if value is not None), default=0.0)
+    return max(0, 3 - math.floor(math.log10(largest))) if largest > 1e-6 else 4
+
+
+def _fixed(value: float | None, decimals: int) -> str:
+    return "-" if value is None else f"{value:.3e}" if abs(value) >= 1e9 else f"{value:,.{min(decimals, 6)}f}"
+
+
+def _bounds(low: float | None, high: float | None, decimals: int) -> str:
+    return "" if low is None or high is None else f"{_fixed(low, decimals)} to {_fixed(high, decimals)}"
 
 
 def _chance(p: float | None) -> str:
@@ -291,35 +305,45 @@ def _changed(changes: Sequence[dict[str, Any]]) -> Html:
 
 
 def _change(change: dict[str, Any]) -> Html:
-    right = {True: "right", False: "wrong"}
-    judged = change["was_right"] is not None and change["is_right"] is not None
-    fate = f"{right[change['was_right']]} before, {right[change['is_right']]} after" if judged else ""
-    lost = judged and change["was_right"] and not change["is_right"]
-    measured = f"{label_of(change['metric'])} {number_text(change['before'])} to {number_text(change['after'])}"
-    facts = [element("span", fact) for fact in (change["source"], measured) if fact]
-    fate_class = "ts-fate ts-fate-bad" if lost else "ts-fate"
-    head = element("header", join([element("h3", change["row"] or "a row"),
-                                   element("span", fate, class_=fate_class) if fate else "", *facts]))  # fmt: skip
-    texts = [
-        _text_box(name, change[key]) for name, key in (("Prompt", "prompt"), ("Expected", "expected")) if change[key]
-    ]
-    answers = [_answer(change[model], change[key])
-               for model, key in (("a", "answer_a"), ("b", "answer_b")) if change[key] is not None]  # fmt: skip
-    pair = element("div", join(answers), class_="ts-pair") if answers else ""
-    return element("article", join([head, *texts, pair]), class_="ts-row ts-change")
+    heading = element("h3", join([change["row"] or "a row", _small(change["source"]) if change["source"] else ""]))
+    texts = [_said(name, "", element("div", change[key].strip(), class_="ts-said"))
+             for name, key in (("Prompt", "prompt"), ("Expected", "expected")) if change[key]]  # fmt: skip
+    metric = label_of(change["metric"])
+    answers = [_answer(change["a"], change["answer_a"], metric, change["before"], change["was_right"])]
+    for other in change["others"]:
+        answer = other["answer"], metric, other["after"], other["is_right"]
+        answers.append(_answer(other["b"], *answer, lost=change["was_right"] is True))
+    pair = element("div", join(answers), class_="ts-pair")
+    return element("article", join([heading, *texts, pair]), class_="ts-row ts-change")
 
 
-def _text_box(name: str, content: str) -> Html:
-    return element(
-        "div", join([element("p", name, class_="ts-place"), element("div", content.strip(), class_="ts-said")])
-    )
+def _answer(
+    model: str, parts: Sequence[tuple[str, bool]] | None, metric: str, value: float | None, right: bool | None,
+    lost: bool = False,
+) -> Html:  # fmt: skip
+    """A model's answer with its score, or the score alone.
 
-
-def _answer(model: str, parts: Sequence[tuple[str, bool]]) -> Html:
+    Args:
+        model: its name.
+        parts: of the text, each with whether it is marked; None without an answer.
+        metric: what is measured.
+        value: the score.
+        right: whether it is the expected text; None if that is unknown.
+        lost: whether the model before had it right.
+    """
+    words = {True: "right", False: "no longer right" if lost else "wrong", None: ""}[right]
+    fate = element("span", words, class_="ts-worse" if lost and right is False else "ts-better" if right else None)
+    score = join(filter(None, [fate if words else "", f"{metric} {number_text(value)}"]), ", ")
+    if parts is None:
+        return _said(model, score, Html(""))
     marked = join(element("mark", part) if differs else part for part, differs in parts)
-    content = marked if parts else element("em", "empty")
-    return element("div", join([element("p", model, class_="ts-place"),
-                                element("div", content, class_="ts-said ts-answer")]))  # fmt: skip
+    return _said(model, score, element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer"))
+
+
+def _said(name: str, fact: Any, content: Html) -> Html:
+    """A text below who said it."""
+    head = element("p", join([element("strong", name), " ", fact]), class_="ts-sayer")
+    return element("div", join([head, content]))
 
 
 def _notes(view: dict[str, Any]) -> Html:
