@@ -261,6 +261,7 @@ def _changes(entries: Iterable[View]) -> list[View]:
         texts = {key: _text(change[key], _MAX_TEXT) if isinstance(change.get(key), str) else None
                  for key in ("source", "prompt", "expected", "answer_a", "answer_b")}  # fmt: skip
         rights = {key: change[key] if isinstance(change.get(key), bool) else None for key in ("was_right", "is_right")}
+        texts = {key: text if text is None else text.strip() for key, text in texts.items()}
         answer, other = texts.pop("answer_a"), texts.pop("answer_b")
         b, after, is_right = names.pop("b"), _number(change.get("after")), rights.pop("is_right")
         row: View = {

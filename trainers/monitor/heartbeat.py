@@ -54,7 +54,7 @@ class Position(NamedTuple):
 
 
 class Heartbeat:
-    """Writes `heartbeat/rank-N.json`: process, host, step, section, positions passed, time; rows where these are counted.
+    """Writes `heartbeat/rank-N.json`: process, host, step, section, positions passed, rows (where counted), time.
 
     Args:
         folder: the run folder.

@@ -158,10 +158,7 @@ def _verdict(model: dict[str, Any], first: str) -> Html:
     clauses += [f"no difference shown in {_listed(same)}"] if same else []
     clauses += [f"not comparable in {_listed(unknown)}"] if unknown else []
     kind: Kind = "warning" if better and worse else "good" if better else "error" if worse else "info"
-    lines: list[Any] = [join([element("strong", model["model"]), f" against {first}: ", "; ".join(clauses), "."])]
-    if same and not better and not worse:
-        lines.append("No difference shown does not mean equal: with more rows, one may show.")
-    return alert_list(lines, kind)
+    return alert_list([join([element("strong", model["model"]), f" against {first}: ", "; ".join(clauses), "."])], kind)
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -181,7 +178,8 @@ def _scores(view: dict[str, Any]) -> Html:
     first = view["models"][0]
     explained = note(
         "The line of each model is its 95% interval: rows drawn anew would give a value in it 19 times of 20. p is how "
-        "often chance alone would make such a difference; each is judged by itself, at 5%."
+        "often chance alone would make such a difference; each is judged by itself, at 5%. No difference shown does "
+        "not mean equal: with more rows, one may show."
     )
     return section("Scores", join([explained, _table(groups, first, "Scores", "Model", "model")]))
 
