@@ -79,8 +79,8 @@ def test_only_folders_of_evaluations_are_found() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [None, 3, [], {}, True, "", "a-run", "eval-3", "eval-file", "eval-link", "eval-2/..", "../eval-2", "/etc", "eval-\0",
-     "eval-\n", "eval-" + "x" * 10_000, "eval-<img src=x>", "\ud800", "eval-\ud800"],
+    [None, 3, [], {}, True, "", "a-run", "eval-3", "eval-file", "eval-link", "eval-2/..", "../eval-2", "/etc",
+     "eval-\0", "eval-\n", "eval-" + "x" * 10_000, "eval-<img src=x>", "\ud800", "eval-\ud800"],
 )  # fmt: skip
 def test_any_other_name_is_refused(name: Any) -> None:
     for made in ("eval-2", "a-run"):
