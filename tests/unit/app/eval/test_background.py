@@ -76,16 +76,15 @@ def test_values_become_a_command_line() -> None:
     assert command({"models": ["my run; rm -rf ~"]}, RUNS) == "tunesmith eval 'my run; rm -rf ~'"
 
 
-@pytest.mark.parametrize(
-    "value",
-    [True, 1.5, {}, {"path": "/etc/passwd"}, [[]], [{}], [None, ["x"]], "--trust_remote_code=true", ["--config=x"],
-     "-x", "a\0b", "a\nb", "x" * 5000, ["x" * 5000], ["a"] * 5000, "\ud800"],
-)  # fmt: skip
+ODD = [True, 1.5, {}, {"path": "/etc/passwd"}, [[]], [{}], [None, ["x"]], "--trust_remote_code=true", ["--config=x"],
+     "-x", "a\0b", "a\nb", "x" * 5000, ["x" * 5000], ["a"] * 5000, "\ud800"]  # fmt: skip
+
+
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_value_that_no_form_sends_is_refused_and_starts_nothing(name: str, value: Any) -> None:
-    values = {"models": ["embedded"], name: value}
-    with pytest.raises(ConfigError):
-        start(values, RUNS, roots())
+def test_a_value_that_no_form_sends_is_refused_and_starts_nothing(name: str) -> None:
+    for value in ODD:
+        with pytest.raises(ConfigError):
+            start({"models": ["embedded"], name: value}, RUNS, roots())
     assert not RUNS.exists()
 
 
