@@ -74,7 +74,7 @@ class _Page:
         with gr.Column(visible=False, elem_id="eval-form") as self.form:
             self._lay_out_form()
         self.result = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-result")
-        self.download = live_part("report", "report", [self._report])
+        self.download = live_part("report", "report", [self.report])
         self.files = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-files")
         self.digest, self.address = gr.Textbox(visible=False), gr.Textbox(visible=False)
         self._connect(sure, cancel)
@@ -210,7 +210,7 @@ class _Page:
             return [alert_list(error.lines), gr.update(visible=False)]
         return ["", gr.update(visible=False)]
 
-    def _report(self, request: dict[str, Any]) -> Response:
+    def report(self, request: dict[str, Any]) -> Response:
         """The text of a report, if it is not too long to be sent."""
 
         def document() -> dict[str, str]:

@@ -68,7 +68,7 @@ def test_an_address_of_any_value_is_answered(page: Any, tmp_path: Path) -> None:
             assert "there is no such evaluation" in message.lower()
         models, _ = page.prefill(asked_for(run=value))
         assert models["value"] == []
-        assert b'"error"' in page._report({"eval": value}).body
+        assert b'"error"' in page.report({"eval": value}).body
 
 
 def test_a_digest_of_any_value_brings_the_whole_page(page: Any) -> None:
@@ -141,13 +141,11 @@ def test_one_without_a_report_says_why_and_shows_its_output(tmp_path: Path) -> N
 
 def test_a_download_is_the_report_unless_it_is_too_long(page: Any, tmp_path: Path) -> None:
     folder = add_evaluation(tmp_path / "runs", evaluation_document())
-    assert b"test.jsonl:3" in page._report({"eval": folder.id}).body
+    assert b"test.jsonl:3" in page.report({"eval": folder.id}).body
     with open(folder.report, "ab") as file:
         file.truncate(5 << 20)
-    assert b"too many to be sent; copy it from" in page._report({"eval": folder.id}).body
-    assert (
-        b"there is no report yet" in page._report({"eval": add_evaluation(tmp_path / "runs", None, "eval-2").id}).body
-    )
+    assert b"too many to be sent; copy it from" in page.report({"eval": folder.id}).body
+    assert b"there is no report yet" in page.report({"eval": add_evaluation(tmp_path / "runs", None, "eval-2").id}).body
 
 
 def test_a_folder_that_goes_away_meanwhile_is_told(page: Any, tmp_path: Path) -> None:
