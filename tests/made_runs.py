@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from app.eval.folder import EvaluationFolder
 from app.prove.proof import LOSS_TOLERANCE, NORM_TOLERANCE
 from app.runs.proofs import ProofFolder
 from trainers.config.parse import dump_yaml
@@ -164,3 +165,44 @@ def add_proof(run: RunFolder, document: Any, number: int = 1, control: bool = Fa
         write_json(proof.report / "report.json", document)
         (proof.report / "report.md").write_text("# Does the strategy change the model?\n", encoding="utf-8")
     return proof
+
+
+def evaluation_document(**parts: Any) -> dict[str, Any]:
+    """The report of `tunesmith eval` on a base and a run: a metric with sources that differs, and one that does not."""
+    values = {"base": (2.0, 0.5), "a-run": (1.0, 0.51)}
+    rows = [{"model": model, "source": None, "metric": metric, "value": value, "low": value - 0.1, "high": value + 0.1,
+             "rows": 400} for index, metric in enumerate(("loss", "exact_match"))
+            for model, value in ((model, pair[index]) for model, pair in values.items())]  # fmt: skip
+    rows += [{**row, "source": source, "value": row["value"] * share, "rows": 200} for row in rows[:2]
+             for source, share in (("mails", 1.25), ("notes", 0.75))]  # fmt: skip
+    pair = {"a": "base", "b": "a-run", "source": None, "rows": 400}
+    comparisons = [
+        {**pair, "metric": "loss", "difference": -1.0, "low": -1.1, "high": -0.9, "p_value": 1e-4, "significant": True},
+        {**pair, "metric": "exact_match", "difference": 0.01, "low": -0.04, "high": 0.06, "p_value": 0.7,
+         "significant": False},
+    ]  # fmt: skip
+    changed = [{"a": "base", "b": "a-run", "row": "test.jsonl:3", "source": None, "metric": "f1", "before": 0.5,
+                "after": 1.0, "was_right": False, "is_right": True, "prompt": "What is it?", "expected": "a big bird",
+                "answer_a": "a big cat", "answer_b": "a big bird"}]  # fmt: skip
+    return {"metrics": ["loss", "exact_match"], "rows": rows, "comparisons": comparisons, "changed": changed,
+            "notes": ["base: 3 of 400 answers were cut"], "failed": {}, "interrupted": False,
+            "command": ["tunesmith", "eval", "a-run", "--answer_tokens", "8"], **parts}  # fmt: skip
+
+
+def add_evaluation(
+    runs_dir: Path, document: dict[str, Any] | None, name: str = "eval-1", **note: Any
+) -> EvaluationFolder:
+    """An evaluation that has ended.
+
+    Args:
+        runs_dir: folder of run folders.
+        document: its report; None leaves it out.
+        name: of its folder.
+        note: of its note.
+    """
+    folder = EvaluationFolder(runs_dir / name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.write_note({"models": [], "started_at": BEGUN.isoformat(), "host": os.uname().nodename, **note})
+    if document is not None:
+        write_json(folder.report, document)
+    return folder

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import count as count_from
 from typing import Any
 
 import numpy as np
@@ -132,11 +133,14 @@ def _losses(context: TrainContext, documents: Documents, beat: Callable[..., Non
     rows = Rows(documents, config.row_tokens, config.packing, fixed, objective=_BY_DOCUMENT)
     micro_batches = evaluation_batches(rows, config.per_device_eval_batch_size, mesh.data_rank, mesh.sizes.data)
     context.backend.model.eval()
-    own = [
-        (int(number), (-float(values.sum(dtype=np.float64)), len(values)))
-        for numbers, of_documents in context.backend.label_log_probs(micro_batches, lambda _: beat("evaluation"))
-        for number, values in zip(numbers, of_documents, strict=True)
-    ]
+    own: list[tuple[int, tuple[float, int]]] = []
+
+    def count(_: str) -> None:
+        beat("evaluation", rows=(min(len(own) * mesh.sizes.data, len(documents)), len(documents)))
+
+    for numbers, of_documents in context.backend.label_log_probs(micro_batches, count):
+        for number, values in zip(numbers, of_documents, strict=True):
+            own.append((int(number), (-float(values.sum(dtype=np.float64)), len(values))))
     context.backend.model.train()
     by_number = dict(entry for entries in context.ranks.gather(own) for entry in entries)
     return [by_number[number] for number in range(len(documents))]
@@ -149,7 +153,12 @@ def _answers(
     config = context.config
     stops = stop_ids(config, tokenizer, base)
     settings = Generation(config.per_device_eval_batch_size, config.eval_answer_tokens, stops)
-    return generate(context.backend, context.mesh, context.ranks, prompts, settings, beat)
+    begun = count_from(0, settings.batch_size * context.mesh.sizes.data)  # prompts before each batch
+
+    def count(section: str, **limits: float) -> None:
+        beat(section, rows=(next(begun), len(prompts)), **limits)
+
+    return generate(context.backend, context.mesh, context.ranks, prompts, settings, count)
 
 
 def _source(documents: Documents, index: int) -> str | None:

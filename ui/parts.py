@@ -15,7 +15,10 @@ from trainers.strategy.strategy import strategy_names
 
 Kind = Literal["error", "warning", "info", "good"]
 
-PAGES = {"train": "Train", "data": "Data", "runs": "Runs", "compare": "Compare", "chat": "Chat", "system": "System"}
+PAGES = {
+    "train": "Train", "data": "Data", "runs": "Runs", "compare": "Compare", "evaluate": "Evaluate", "chat": "Chat",
+    "system": "System",
+}  # fmt: skip
 """Pages in the order of the navigation; `train` is at `/`."""
 
 _STATES = ("queued", "starting", "running", "stopping", "done", "stopped", "failed")

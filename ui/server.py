@@ -34,14 +34,14 @@ from trainers.run.web_host import TrustedHosts, bracketed
 from ui.checked_blocks import CheckedBlocks
 from ui.context import ServerContext
 from ui.live import json_response, with_plain_values
-from ui.pages import chat, compare, data, run, runs, system, train
+from ui.pages import chat, compare, data, evaluate, run, runs, system, train
 from ui.parts import PAGES, navigation
 from ui.security import MAX_UPLOAD, Guard, LoggedIn, Password, Throttle, ThrottledLogin
 from ui.theme import Tunesmith, head
 
 _ROUTES = (
-    ("train", train), ("data", data), ("runs", runs), ("run", run), ("compare", compare), ("chat", chat),
-    ("system", system),
+    ("train", train), ("data", data), ("runs", runs), ("run", run), ("compare", compare),
+    ("evaluate", evaluate), ("chat", chat), ("system", system),
 )  # fmt: skip
 _CONCURRENCY = 16
 """Concurrent calls of one handler, from different tabs."""

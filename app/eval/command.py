@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
+from app.eval.folder import EvaluationFolder, held
 from app.eval.forgetting import forgetting
 from app.eval.judge import Judge, judge_models
 from app.eval.judge_requests import API_KEY
@@ -37,8 +39,28 @@ def eval_verb(argv: Sequence[str]) -> int:
         return 0
     plan = make_plan(args)
     os.environ.pop(API_KEY, None)  # no process that evaluates a model needs it
-    study = Study(plan, "quiet" in args.switches)
-    study.run()
+    study, folder = Study(plan, "quiet" in args.switches), EvaluationFolder(plan.folder)
+    is_new, command = not plan.folder.exists(), ["tunesmith", "eval", *argv]
+    try:
+        with held(folder, [candidate.label for candidate in plan.candidates], command):
+            study.run()
+            document = _document(study, command)
+            write_json(folder.report, document)
+    except BaseException:
+        if is_new and not folder.runs():
+            shutil.rmtree(plan.folder, ignore_errors=True)  # nothing was evaluated
+        raise
+    if "json" in args.switches:
+        report_json(document)
+    else:
+        print_comparison(document)
+        report(f"\nreport {folder.report}")
+    return 130 if study.interrupted else 1 if study.failed else 0
+
+
+def _document(study: Study, command: Sequence[str]) -> dict[str, Any]:
+    """The report of what was evaluated."""
+    plan = study.plan
     document = _compared(study) if study.rows else dict(_NOTHING)
     if plan.judge is not None and study.rows and not study.interrupted:
         _judge(plan.judge, study, document)
@@ -47,15 +69,9 @@ def eval_verb(argv: Sequence[str]) -> int:
     if plan.samples:
         document["forgetting"] = forgetting(plan.samples, study.samples)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
-                 "command": ["tunesmith", "eval", *argv]}  # fmt: skip
-    if plan.folder.is_dir():
-        write_json(plan.folder / "report.json", document)
-    if "json" in args.switches:
-        report_json(document)
-    else:
-        print_comparison(document)
-        report(f"\nreport {plan.folder / 'report.json'}")
-    return 130 if study.interrupted else 1 if study.failed else 0
+                 "command": list(command)}  # fmt: skip
+    document["changed"] = document.pop("changed")  # last, as it may be long: readers begin at the front
+    return document
 
 
 def _judge(judge: Judge, study: Study, document: dict[str, Any]) -> None:

@@ -34,12 +34,12 @@ class Sample:
         """Options of the run that evaluates a model on it.
 
         Args:
-            folder: the run folder of the model's evaluation; that of the sample stands beside it.
+            folder: the run folder of the model's evaluation; that of the sample is in a folder beside it.
         """
         return {
             "dataset_name": self.dataset, "eval_dataset_name": self.dataset, "eval_answer_tokens": 0,
             "overlong": "truncate", "report_to": "",
-            "output_dir": str(folder.with_name(f"{folder.name}-forgetting-{self.name.replace(' ', '-')}")),
+            "output_dir": str(folder.parent / "forgetting" / f"{folder.name}-{self.name.replace(' ', '-')}"),
         }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from app.command_line import Args, Verb
 from app.console import shortened
 from app.eval.comparison import Settings
+from app.eval.folder import PREFIX
 from app.eval.forgetting import Sample, samples_of
 from app.eval.judge import OPTIONS as JUDGE_OPTIONS
 from app.eval.judge import WIN, Judge, judge_of
@@ -50,12 +51,13 @@ _NOT_OF_BASE = frozenset({"preset", "from_run", "trust_remote_code", "attn_imple
 """Options of a model that its base does not have too. Code of a repository runs only if the command line says so."""
 _OF_TRAINING = frozenset({"dataset_streaming", "streaming_window", "streaming_cache", "max_train_samples"})
 _SET_BY_EVAL = frozenset({
-    "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "output_dir", "preset",
+    "model_name_or_path", "from_run", "method", "eval_only", "eval_answer_tokens", "objective", "preset",
     "resume_from_checkpoint",
 })  # fmt: skip
 _CHOSEN = _HOW | {
     "dataset_name", "dataset_config_name", "dataset_query", "dataset_format", "eval_split", "max_eval_samples",
     "columns", "sample_by", "bad_rows", "chat_template", "trust_remote_code", "runs_dir", "cache_dir",
+    "output_dir",
 }  # fmt: skip
 """The options of `train` that an evaluation takes."""
 _NOT_OF_SAMPLES = frozenset(sections()["data"]) - _HOW - {"bad_rows", "cache_dir", "chat_template", "dataset_num_proc"}
@@ -77,6 +79,7 @@ EVAL = Verb(
         "forgetting": switch("forgetting", "Also measure the loss on general text that ships with Tunesmith: what each "
                              "model has forgotten."),
         "forgetting_dataset": option("forgetting_dataset", "<dataset>", "Also measure it on rows of your own."),
+        "output_dir": option("output_dir", "<dir>", "Folder of the report; default: runs_dir/eval-ID."),
         "changed": option("changed", "<int>", "How many of the answers that changed most to show; default: 5."),
         **JUDGE_OPTIONS,
         **TASK_OPTIONS,
@@ -205,8 +208,10 @@ def make_plan(args: Args) -> Plan:
     if judge is not None and judge.metric == WIN and len(models) < 2:
         raise ConfigError.about("judge_url", None, "has two answers compared, and there is a single model",
                                 "name another one, or a --judge_prompt with {answer}")  # fmt: skip
+    output = chosen.pop("output_dir", None)
+    folder = Path(str(output)).expanduser().absolute() if output else new_folder(runs_dir, f"{len(models)}-models")
     samples = samples_of(args.own)
-    plan = Plan(_new_folder(runs_dir, f"{len(models)}-models"), [], settings, samples, judge, tasks)
+    plan = Plan(folder, [], settings, samples, judge, tasks)
     labels: set[str] = set()
     for model in models:
         others = (f"{model.label} {number}" for number in count(2))
@@ -337,9 +342,10 @@ def _whole_number(values: Mapping[str, Any], name: str, default: int) -> int:
     return number
 
 
-def _new_folder(runs_dir: Path, label: str) -> Path:
+def new_folder(runs_dir: Path, label: str) -> Path:
+    """A folder for a new evaluation; not created."""
     ids = (new_run_id(label, time.time(), number) for number in count(os.getpid()))
-    return next(path for run_id in ids if not (path := runs_dir.absolute() / f"eval-{run_id}").exists())
+    return next(path for run_id in ids if not (path := runs_dir.absolute() / f"{PREFIX}{run_id}").exists())
 
 
 def _file_name(label: str) -> str:

@@ -101,11 +101,23 @@ def comparison_line(entry: Mapping[str, Any]) -> str:
     rows = entry["rows"]
     bounds = "" if entry["low"] is None else f" [{number(entry['low'])}, {number(entry['high'])}]"
     measured = f"{entry['difference']:+.4f}{bounds}, p = {number(entry['p_value'])}, {counted(rows, 'row', 'rows')}"
-    if not entry["significant"]:
-        return f"{pair}: no difference shown ({measured})"
-    lower = entry["difference"] < 0
-    verdict = "better" if lower == (entry["metric"] in LOWER_IS_BETTER) else "worse"
-    return f"{pair}: {entry.get('verdict', verdict)} ({measured})"
+    shows = entry.get("verdict") or verdict(entry["metric"], entry["difference"], entry["significant"])
+    return f"{pair}: {shows} ({measured})"
+
+
+def verdict(metric: str, difference: float | None, significant: bool) -> str:
+    """What a comparison shows of the model that is compared, in words.
+
+    Args:
+        metric: its name.
+        difference: what is added to the metric by taking it in place of the first model; None if unknown.
+        significant: whether the test shows a difference.
+    """
+    if difference is None:
+        return "cannot be compared"
+    if not significant:
+        return "no difference shown"
+    return "better" if (difference < 0) == (metric in LOWER_IS_BETTER) else "worse"
 
 
 def _title(metric: str) -> str:

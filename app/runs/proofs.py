@@ -7,26 +7,22 @@ proofs until it ends, however it ends: a proof that was killed is not running.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import os
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from app.runs.locks import is_locked, lock_file
 from app.runs.runs import processes_in
-from app.runs.safe_read import Stamp, open_regular, read_span, stamp
-from trainers.config.mistakes import ConfigError
+from app.runs.safe_read import Stamp, read_span, stamp
 from trainers.run.folder import Process, RunFolder, write_json
 from trainers.run.json_file import parse_json
 
 FOLDER = "proofs"
 _MAX_BYTES = 1 << 18
-_LOCK_TIMEOUT = 0.5
-"""Seconds to try for the lock, as readers take it for a moment."""
 
 
 @dataclass(frozen=True)
@@ -106,20 +102,11 @@ def next_proof(run: RunFolder) -> ProofFolder:
 
 def running_proof(run: RunFolder) -> ProofFolder | None:
     """The proof of a run that is running; only the newest can be."""
-    return next(iter(proofs(run)), None) if _is_locked(_lock_of(run)) else None
+    return next(iter(proofs(run)), None) if is_locked(_lock_of(run)) else None
 
 
 def _lock_of(run: RunFolder) -> Path:
     return run.path / FOLDER / ".lock"
-
-
-def _is_locked(path: Path) -> bool:
-    with contextlib.suppress(OSError), open_regular(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 @contextlib.contextmanager
@@ -129,20 +116,6 @@ def lock_proofs(run: RunFolder) -> Iterator[TextIO]:
     Raises:
         ConfigError: if a proof of the run is running, or the lock cannot be opened.
     """
-    path = _lock_of(run)
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be opened: {error.strerror}; check its permissions") from None
-    with open(handle, "r+", encoding="utf-8") as file:
-        deadline = time.monotonic() + _LOCK_TIMEOUT
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    problem = f"a proof of run {run.id} is running"
-                    raise ConfigError(f"{problem}; wait for its end, or stop it on the run's page") from None
-            time.sleep(0.02)
+    busy = f"a proof of run {run.id} is running; wait for its end, or stop it on the run's page"
+    with lock_file(_lock_of(run), busy) as file:
         yield file

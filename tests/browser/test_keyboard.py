@@ -16,7 +16,7 @@ from trainers.run.folder import Process
 
 PAGES = (
     *("/", "/data", "/runs", "/run?run=done", "/run?run=failed", "/run?run=live", "/run?run=none", "/compare"),
-    *("/compare?runs=done,failed", "/chat", "/system"),
+    *("/compare?runs=done,failed", "/evaluate", "/chat", "/system"),
 )
 expect.set_options(timeout=1000 * TIMEOUT)
 

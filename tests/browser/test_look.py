@@ -20,6 +20,7 @@ PAGES = {
     "/run?run=failed-run": ".ts-plot canvas",
     "/compare?runs=failed-run,queued-run": ".ts-plot canvas",
     "/compare": ".ts-panel",
+    "/evaluate": "#eval-metrics",
     "/chat": "textarea",
     "/system": ".ts-columns dd",
 }

@@ -18,7 +18,7 @@ from playwright.sync_api import Browser, expect
 from tests.browser.conftest import SHAPES, SHIFT_LIMIT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.forked import BY_HAND
 
-PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/chat", "/system")
+PAGES = ("/", "/data", "/runs", "/run?run=none", "/compare", "/evaluate", "/chat", "/system")
 USER, PASSWORD = "ada", "correct horse battery"
 
 
@@ -96,7 +96,7 @@ def test_the_skip_link_leads_past_the_header(new_page: Tabs) -> None:
 def test_the_links_lead_to_all_pages_and_the_tab_says_which(new_page: Tabs) -> None:
     page = new_page("/")
     assert page.title() == "Train · Tunesmith"
-    for name in ("Data", "Runs", "Compare", "Chat", "System"):
+    for name in ("Data", "Runs", "Compare", "Evaluate", "Chat", "System"):
         page.get_by_role("navigation", name="Pages").get_by_role("link", name=name).click()
         page.wait_for_url(f"**/{name.lower()}")
         page.wait_for_selector(f"nav a[aria-current=page]:text-is('{name}')")

@@ -42,6 +42,7 @@ class Position(NamedTuple):
         passed: number of positions passed before.
         since: monotonic time in seconds at which it got here.
         allowed: minimum seconds that it may stay here.
+        rows: how many rows of all ranks are done, and how many there are, where rows are counted.
     """
 
     section: str
@@ -49,10 +50,11 @@ class Position(NamedTuple):
     passed: int
     since: float
     allowed: float = 0.0
+    rows: tuple[int, int] | None = None
 
 
 class Heartbeat:
-    """Writes `heartbeat/rank-N.json`: process, host, step, section, positions passed, time.
+    """Writes `heartbeat/rank-N.json`: process, host, step, section, positions passed, rows (where counted), time.
 
     Args:
         folder: the run folder.
@@ -75,17 +77,18 @@ class Heartbeat:
         self.thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self.thread.start()
 
-    def at(self, section: str, step: int, allowed: float = 0.0) -> None:
+    def at(self, section: str, step: int, allowed: float = 0.0, rows: tuple[int, int] | None = None) -> None:
         """Sets the position of this rank; almost free.
 
         Args:
             section: what it does.
             step: number of the step, from 0.
             allowed: minimum seconds that this may take, if it has no positions inside.
+            rows: rows of all ranks that are done, and all rows, where rows are counted.
         """
         if self.first_step is None:
             self.first_step = step
-        self.position = Position(section, step, self.position.passed + 1, time.monotonic(), allowed)
+        self.position = Position(section, step, self.position.passed + 1, time.monotonic(), allowed, rows)
 
     def close(self) -> None:
         """Writes the last position and stops the thread."""
@@ -110,6 +113,7 @@ class Heartbeat:
             "section": position.section,
             "passed": position.passed,
             "time": now(),
+            **({"rows": position.rows} if position.rows else {}),
         }
         with contextlib.suppress(OSError):  # a full disk must not end the run through its heartbeat
             self.folder.refuse_lost()

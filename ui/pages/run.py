@@ -11,6 +11,7 @@ import gradio as gr
 from starlette.responses import Response
 
 from app.diagnosis.advice import Change, diagnose
+from app.eval.view import listed
 from app.launch import actions, background
 from app.launch.foreground import CheckBroke
 from app.runs.answers import answers_view
@@ -27,6 +28,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
 from ui.live import json_response, live_part
+from ui.pages.evaluate_parts import run_evaluations
 from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, remedy_label, unknown_run
 from ui.pages.run_proof import ProofPart, proof_parts
 from ui.parts import alert_list, byte_text, element, loading, section
@@ -111,7 +113,8 @@ class _Page:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
         outputs = [self.head, self.details, self.body, self.message, self.watch, *self.buttons.values(),
-                   self.diagnosis, *self.remedies, self.flags, *self.proof.outputs, self.digest]  # fmt: skip
+                   self.diagnosis, *self.remedies, self.flags, *self.proof.outputs, self.evaluations,
+                   self.digest]  # fmt: skip
         gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
         self._connect_buttons()
@@ -172,6 +175,7 @@ class _Page:
         live_part("ranks", "ranks", [rank_curves], "Ranks, one process each")
         live_part("memory", "memory", [memory], "Memory by rank")
         self.proof.lay_out()
+        self.evaluations = gr.HTML(apply_default_css=False, elem_id="run-evaluations")
         live_part("logs", "log", [log_lines, log_find, log_writers_], "Log")
         self.details = gr.HTML(apply_default_css=False)
 
@@ -191,7 +195,7 @@ class _Page:
             no_remedies = [gr.update(visible=False)] * _MAX_REMEDIES
             gone, no_proof = gr.update(visible=False), [gr.skip()] * len(self.proof.outputs)  # it is in the body
             parts = [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, ""]
-            return [*parts, *no_proof, ""]
+            return [*parts, *no_proof, gr.skip(), ""]
         startable = view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
         cards = diagnosis_cards(diagnoses, view["state"], view["cause"])
@@ -199,12 +203,12 @@ class _Page:
             headline(view, _compared(run, view), bool(diagnoses)), details(view, run_files(run)),
             " ".join(view["actions"]), f"{cards}<!--{startable}-->",
         ]  # fmt: skip
-        parts += proof_parts(run)
+        parts += [*proof_parts(run), run_evaluations(run, *listed(self.context.runs_dir, run.id))]
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")
         old_digests = old_digests if len(old_digests) == len(digests) else [""] * len(digests)
         if old_digests == digests:
-            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + len(self.proof.outputs) + 8)
+            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + len(self.proof.outputs) + 9)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
         if changed[2] or changed[3]:
@@ -217,8 +221,9 @@ class _Page:
         remedies = [gr.skip()] * (_MAX_REMEDIES + 2)
         if changed[3]:
             remedies = [cards, *_remedy_buttons(changes, view["state"]), "\n".join(change.flags for change in changes)]
-        proof = self.proof.updates(parts[4:], changed[4:])
-        return [head, details_html, body, message, watch, *buttons, *remedies, *proof, " ".join(digests)]
+        proof = self.proof.updates(parts[4:6], changed[4:6])
+        last = [parts[6] if changed[6] else gr.skip(), " ".join(digests)]
+        return [head, details_html, body, message, watch, *buttons, *remedies, *proof, *last]
 
     # -- actions -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 // Sets the title of the browser tab to the page, or to the run on a run's page, or to a mark for something else. Gradio
 // sets one title for all pages.
 const PageTitle = (() => {
-  const names = { data: "Data", runs: "Runs", run: "Run", compare: "Compare", chat: "Chat", system: "System" };
+  const names = { data: "Data", runs: "Runs", run: "Run", compare: "Compare", evaluate: "Evaluate", chat: "Chat", system: "System" };
   const page = location.pathname.replace(/\/+$/, "").split("/").pop();
   const run = page === "run" && (new URLSearchParams(location.search).get("run") || "");
   // `document.title` collapses whitespace; a title that never equals it would be set again forever.
