@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from app.console import clean, report_json, say
-from app.services.chat import Chats, Target, check_messages, check_sampling
+from app.services.chat import Chats, Target
+from app.services.chat_messages import check_messages, check_sampling
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
 
@@ -42,7 +43,7 @@ def chat_verb(
         device: `auto`, `cpu` or a GPU's index.
         revision: of a base model on the Hub.
         remote_code: run model code that comes with the weights.
-        sampling: values by the names of `app.services.chat.SAMPLING`; None keeps the default.
+        sampling: values by the names of `app.services.chat_messages.SAMPLING`; None keeps the default.
         as_json: print one JSON document; needs a prompt.
 
     Returns:

@@ -331,7 +331,10 @@ class Chat:
             raise generation.error
         yield {"text": "", "parts": parser.finish()}
         summary = _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
-        yield {**summary, "message": parser.message()}
+        message, calls = parser.message(), sum(len(each.get("tool_calls", ())) for each in request["messages"])
+        for number, call in enumerate(message.get("tool_calls", ())):
+            call["id"] = f"call{calls + number:05}"  # Mistral's template takes nine letters and digits
+        yield {**summary, "message": message}
 
     def _prompt(self, models: Models, request: dict[str, Any]) -> tuple[list[int], AnswerParser | _PlainParser]:
         """Tokens to go on from, and what takes the answer apart."""

@@ -130,6 +130,8 @@ class Models:
         read = {key: value for key, value in message.items() if key != "raw"}
         if message["role"] != "assistant":
             return read
+        if any("invalid" in call for call in message.get("tool_calls", ())):  # as it was written
+            return {"role": "assistant", "content": message.get("raw") or read["content"]}
         probe = self.encoder.probe
         if message.get("reasoning_content") and not probe.writes_thoughts:
             if probe.mentions("thinking"):  # GPT-OSS

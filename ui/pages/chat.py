@@ -14,7 +14,8 @@ from typing import Any
 import gradio as gr
 
 from app.hardware import find_gpus
-from app.services.chat import MAX_CHARACTERS, SAMPLING, SIDES, Chats
+from app.services.chat import SIDES, Chats
+from app.services.chat_messages import MAX_CHARACTERS, SAMPLING
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
@@ -102,7 +103,7 @@ class Page:
         target, status = [self.run, self.weights, self.device], [self.status, self.alerts]
         gr.on(None, self.prefill, None, [self.run, self.weights], queue=False, **hidden)
         self.run.input(self.list_weights, self.run, self.weights, queue=False, preprocess=False, **hidden)
-        # Handlers get raw values, which `app.services.chat` checks.
+        # Handlers get raw values, which `app.services.chat_messages` checks.
         self.load_button.click(self.load, target, status, preprocess=False, **hidden)
         self.free_button.click(self.free, None, status, queue=False, **hidden)
         self.stop_button.click(self.stop, None, status, queue=False, **hidden)
