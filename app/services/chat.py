@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -186,8 +186,12 @@ class Chats:
     def _run(self, name: str) -> RunFolder:
         return find_run(name, self.runs_dir) if self.roots is None else run_of_id(name, self.runs_dir)
 
-    def open(self, target: Target) -> Iterator[str]:
+    def open(self, target: Target, beside: Chats | None = None) -> Iterator[str]:
         """Loads the target, replacing what is loaded, and yields each stage; does nothing if it is already loaded.
+
+        Args:
+            target: what to load.
+            beside: a model with which it may share a GPU, if no other is free.
 
         Raises:
             ConfigError: when it cannot be loaded, no GPU is free, or another request is in progress.
@@ -201,18 +205,18 @@ class Chats:
             if self._worker is not None and self._worker.busy:
                 raise ConfigError("the loaded model is answering; stop it, or wait until it is done")
             self.free()
-            yield from self._load(target)
+            yield from self._load(target, beside)
         finally:
             self._stage = None
             self._load_lock.release()
 
-    def _load(self, target: Target) -> Iterator[str]:
+    def _load(self, target: Target, beside: Chats | None) -> Iterator[str]:
         yield self._set_stage("starting a process")
-        gpu, lock = take_gpu(target.device, f"chat with {target.name}")
+        gpu, lock, descriptors = self._take_gpu(target, beside)
         worker = None
         try:
             visible = {"CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else ""}
-            worker = Worker("trainers.tools.chat", env=visible, pass_fds=lock.descriptors if lock else ())
+            worker = Worker("trainers.tools.chat", env=visible, pass_fds=descriptors)
             with self._state_lock:
                 self._worker = worker
                 self._gpu_lock = lock
@@ -235,6 +239,17 @@ class Chats:
                 if lock is not None:
                     lock.close()
         self._restart_idle_timer()
+
+    def _take_gpu(self, target: Target, beside: Chats | None) -> tuple[Gpu | None, HeldSlots | None, Sequence[int]]:
+        """A GPU, its lock if it was free, and the descriptors that hold it as long as the process has them."""
+        try:
+            gpu, lock = take_gpu(target.device, f"chat with {target.name}")
+        except ConfigError:
+            held, shared = (beside._gpu, beside._gpu_lock) if beside else (None, None)
+            if held is None or shared is None or target.device not in ("auto", str(held.index)):
+                raise
+            return held, None, shared.descriptors
+        return gpu, lock, lock.descriptors if lock else ()
 
     def _set_stage(self, stage: str) -> str:
         self._stage = stage

@@ -93,23 +93,42 @@ def check_messages(messages: Any, system: Any = "") -> list[dict[str, Any]]:
     Raises:
         ConfigError: for anything else, and for more than `MAX_CHARACTERS` or `MAX_MESSAGES`.
     """
-    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
+    if not messages:
         raise ConfigError(f"messages must be a list of 1 to {MAX_MESSAGES} messages; write one, or clear the chat")
-    result: list[dict[str, Any]] = [{"role": "system", "content": _text(system, "system")}] if system else []
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-            raise ConfigError(f"message {number + 1} has none of the roles {', '.join(_ROLES)}; clear the chat")
-        if message["role"] == "system" and (number or system):
-            raise ConfigError(f"message {number + 1} is a second system prompt, or not the first message; remove it")
-        result.append(_checked(message, f"message {number + 1}"))
-        before = result[-2] if len(result) > 1 else {}
-        if message["role"] == "tool" and not (before.get("role") == "tool" or before.get("tool_calls")):
-            raise ConfigError(f"message {number + 1} is the result of a tool that was not called; remove it")
+    first = [{"role": "system", "content": _text(system, "system")}] if system else []
+    result: list[dict[str, Any]] = [*first, *({**message} for message in check_history(messages, bool(system)))]
+    for message in result:
+        message.pop("note", None)
     if result[-1]["role"] not in ("user", "tool") or not result[-1]["content"].strip():
         raise ConfigError("there is no message to answer; write one")
     characters = max(sum(map(_size, result)), sum(len(message.get("raw", "")) for message in result))
     if characters > MAX_CHARACTERS:
         raise ConfigError(f"the conversation has {characters:,} characters, more than {MAX_CHARACTERS:,}; clear it")
+    return result
+
+
+def check_history(messages: Any, has_system: bool = False) -> list[dict[str, Any]]:
+    """Checks the messages of a conversation so far, as `check_messages`; replies may also have a `note` for the reader.
+
+    Args:
+        messages: may be empty, and end with any message.
+        has_system: whether there is a system prompt besides.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        raise ConfigError(f"messages must be a list of 1 to {MAX_MESSAGES} messages; write one, or clear the chat")
+    result: list[dict[str, Any]] = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise ConfigError(f"message {number + 1} has none of the roles {', '.join(_ROLES)}; clear the chat")
+        if message["role"] == "system" and (number or has_system):
+            raise ConfigError(f"message {number + 1} is a second system prompt, or not the first message; remove it")
+        before = result[-1] if result else {}
+        if message["role"] == "tool" and not (before.get("role") == "tool" or before.get("tool_calls")):
+            raise ConfigError(f"message {number + 1} is the result of a tool that was not called; remove it")
+        result.append(_checked(message, f"message {number + 1}"))
     return result
 
 
@@ -120,7 +139,9 @@ def _size(message: Mapping[str, Any]) -> int:
 
 def _checked(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     result: dict[str, Any] = {"role": message["role"], "content": _text(message.get("content"), name)}
-    optional = {"assistant": ("reasoning_content", "raw"), "tool": ("tool_call_id", "name")}.get(message["role"], ())
+    optional = {"assistant": ("reasoning_content", "raw", "note"), "tool": ("tool_call_id", "name")}.get(
+        message["role"], ()
+    )
     for key in optional:
         if message.get(key) is not None:
             result[key] = _text(message[key], f"{key} of {name}")

@@ -30,6 +30,7 @@ from trainers.run.from_run import resolve_request
 from trainers.run.lineage import read_export
 from trainers.run.manifest import verify
 from trainers.tools.answer_format import AnswerParser, Piece
+from trainers.tools.chat_memory import check_memory
 from trainers.tools.chat_models import Models
 from trainers.tools.partial_text import PartialText
 from trainers.tools.rpc_server import serve
@@ -276,6 +277,8 @@ class Chat:
             ConfigError: if files are missing, damaged or of another model, or memory is insufficient.
         """
         started, config = time.monotonic(), request_config(request)
+        if memory := check_memory(config, request):
+            yield {"loading": f"reading the weights: {memory}"}
         try:
             base, tuned = yield from read_models(config, request)
             yield {"loading": "moving to the GPU" if torch.cuda.is_available() else "getting ready"}
@@ -333,7 +336,8 @@ class Chat:
         summary = _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
         message, calls = parser.message(), sum(len(each.get("tool_calls", ())) for each in request["messages"])
         for number, call in enumerate(message.get("tool_calls", ())):
-            call["id"] = f"call{calls + number:05}"  # Mistral's template takes nine letters and digits
+            if "function" in call:
+                call["id"] = f"call{calls + number:05}"  # Mistral's template takes nine letters and digits
         yield {**summary, "message": message}
 
     def _prompt(self, models: Models, request: dict[str, Any]) -> tuple[list[int], AnswerParser | _PlainParser]:
