@@ -108,9 +108,9 @@ class Page:
                 label="Its checkpoint", scale=2, min_width=180, allow_custom_value=True,
                 elem_id="chat-other-checkpoint", info="If it is a run.",
             )  # fmt: skip
-            with gr.Row(min_height=0):
-                self.load_button = gr.Button("Load", size="md", min_width=90, scale=0)
-                self.free_button = gr.Button("Free memory", size="md", min_width=120, scale=0, elem_id="chat-free")
+        with gr.Row():
+            self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
+            self.free_button = gr.Button("Free memory", size="md", min_width=130, scale=0, elem_id="chat-free")
 
     def _lay_out_options(self) -> None:
         with gr.Accordion("Instructions and randomness", open=False, elem_id="chat-options"):
@@ -181,6 +181,8 @@ class Page:
         selected = query.get("checkpoint") if query.get("run") else state["weights"]
         first = selected if selected in known else next(iter(known), None)
         views = [conversation(pane, _heading(pane, name, first, "=base"), [], empty=_EMPTY[pane]) for pane in PANES]
+        if not known:  # a base model alone
+            views[1] = Html("")
         return (
             gr.update(choices=[*names, EMBEDDED], value=name), gr.update(choices=known, value=first),
             gr.update(choices=[_BASE, _NOTHING, *names, EMBEDDED]), *views,
