@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -44,20 +45,16 @@ def make_parrot(folder: Path, answers: Mapping[str, str], template: str = TEMPLA
 
 
 def _pieces(text: str, vocabulary: dict[str, int]) -> list[int]:
-    """The text as new tokens, each as short as makes it a new one."""
-    ids, start = [], 0
-    for end in range(1, len(text) + 1):
-        piece = text[start:end]
-        if end - start >= 2 and piece not in vocabulary or (end == len(text) and piece not in vocabulary):
-            vocabulary[piece] = len(vocabulary)
-            ids.append(vocabulary[piece])
+    """The text as new tokens of two characters or more; a token can have one successor only."""
+    pieces, start = [], 0
+    for end in range(2, len(text) + 1):
+        if end - start >= 2 and text[start:end] not in vocabulary and text[start:end] not in pieces:
+            pieces.append(text[start:end])
             start = end
-    if start < len(text):  # the rest is a token that exists: make it part of the last new one
-        rest = f"{text[start:]}"
-        last = next(word for word, number in vocabulary.items() if number == ids[-1])
-        del vocabulary[last]
-        vocabulary[last + rest] = ids[-1]
-    return ids
+    pieces[-1] += text[start:]
+    for piece in pieces:
+        vocabulary[piece] = len(vocabulary)
+    return [vocabulary[piece] for piece in pieces]
 
 
 def _model(size: int, chains: list[list[int]]) -> LlamaForCausalLM:
@@ -72,7 +69,7 @@ def _model(size: int, chains: list[list[int]]) -> LlamaForCausalLM:
             parameter.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(size, config.hidden_size))
         for chain in chains:
-            for token, following in zip(chain, chain[1:], strict=False):
+            for token, following in pairwise(chain):
                 model.lm_head.weight[following, token] = 1.0
     model.generation_config.eos_token_id = 1
     return model

@@ -19,8 +19,8 @@ from ui.parts import Html, element, join
 
 MAX_CHARACTERS = 20_000
 """A longer text stays plain: the time to parse some texts grows with the square of their length."""
-_MAX_BARS = 100
-"""Cells of a table's row. Each row of a table gets as many as its head, however short it is."""
+_MAX_CELLS = 10_000
+"""Lines of a text, times the cells of its longest row. Each row of a table gets as many as its head."""
 _MAX_LANGUAGE = 30
 _SAFE_LINK = re.compile(r"(?:https?://|mailto:)[^\s\x00-\x1f\\]", re.IGNORECASE)
 _HEADING_BELOW = 2
@@ -43,7 +43,8 @@ def plain(text: str) -> Html:
 
 @lru_cache(maxsize=512)
 def _rendered(text: str) -> Html:
-    tables = all(line.count("|") <= _MAX_BARS for line in text.split("\n"))
+    lines = text.split("\n")
+    tables = len(lines) * max(line.count("|") for line in lines) <= _MAX_CELLS
     parser = _with_tables if tables else _without_tables
     return Html(parser.render(text))
 

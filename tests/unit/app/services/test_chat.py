@@ -25,7 +25,6 @@ from app.services.chat_messages import (
     SAMPLING,
     check_messages,
     check_sampling,
-    check_tools,
 )
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
