@@ -115,7 +115,7 @@ def _print_pieces(
 def _converse(chats: Chats, target: Target, request: dict[str, Any]) -> int:
     """Answers each line of standard input until its end; each side continues its own conversation."""
     terminal = sys.stdin.isatty()
-    turns: dict[str, list[dict[str, str]]] = {}
+    turns: dict[str, list[dict[str, Any]]] = {}
     sides = ["tuned", "base"] if request["side"] == "both" else [request["side"]]
     if terminal:
         loaded = f"{target.name} {target.weights or ''}".strip()
@@ -137,12 +137,13 @@ def _line(terminal: bool) -> str | None:
         return None
 
 
-def _turn(chats: Chats, history: list[dict[str, str]], request: dict[str, Any], label: bool) -> None:
+def _turn(chats: Chats, history: list[dict[str, Any]], request: dict[str, Any], label: bool) -> None:
     """Adds the answer to the history; if it is stopped or refused, removes its question instead."""
     answer = None
     try:
         for document in _print_pieces(chats.ask(history, **request), label=label):
-            answer = document.get("answer", answer)
+            if "message" in document:
+                answer = {**document["message"], "raw": document["answer"]}
     except KeyboardInterrupt:
         say("\nstopped")
     except ConfigError as error:
@@ -151,4 +152,4 @@ def _turn(chats: Chats, history: list[dict[str, str]], request: dict[str, Any], 
     if answer is None:
         history.pop()
     else:
-        history.append({"role": "assistant", "content": answer})
+        history.append(answer)

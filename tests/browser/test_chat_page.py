@@ -25,8 +25,8 @@ ASKED = "title: Sea; year: 1999. Write it as XML."
 HOSTILE = "<img src=x onerror=alert(1)>\n   **bold** [link](http://example.invalid/) ![i](http://example.invalid/i.png)"
 TOOLS = '[{"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}]'
 ANSWERS = {
-    "markdown": "# Title\n\nSome **bold** text, a [link](https://example.com/), and\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n"
-    "```python\nif a < b:\n    pass\n```\n",
+    "markdown": "# Title\n\nSome **bold** text, a [link](https://example.com/), and\n\n"
+    "| a | b |\n|---|---|\n| 1 | 2 |\n\n```python\nif a < b:\n    pass\n```\n",
     "think": "<think>\nThe sky first.\n</think>\n\nIt is *blue*.",
     "call": 'I look.\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>',
     "sunny": "So it is warm.",
@@ -389,7 +389,8 @@ def test_no_stranger_gets_through_with_values_of_other_kinds(chatting: Served) -
     fine: list[Any] = ["embedded", None, "auto", "=base", None, "", data, "", "both", False, "", "", 0, 1, 0, 8, 1, 42]
     events: list[Any] = [
         None, 3, [], {}, {"act": "edit"}, {"act": "edit", "index": 1, "text": "x"},
-        {"act": "edit", "index": 0, "text": file}, {"act": "results", "results": ["x"]}, {"act": "x", "deep": [[[[[[[[[[[]]]]]]]]]]]}, file,
+        {"act": "edit", "index": 0, "text": file},
+        {"act": "results", "results": ["x"]}, {"act": "x", "deep": [[[[[[[[[[[]]]]]]]]]]]}, file,
     ]  # fmt: skip
     requests = [(fine, event) for event in events]
     requests += [
