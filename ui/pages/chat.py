@@ -6,8 +6,7 @@ untrusted input, as is everything that a model writes.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
@@ -18,30 +17,20 @@ from app.services.chat_pair import PANES, ChatPair
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
-from ui.checked_blocks import is_plain_json
 from ui.context import ServerContext
 from ui.pages.chat_parts import (
-    Messages,
-    Reply,
-    before_answer,
     conversation,
-    edited,
     read_messages,
     saved_rows,
     undone,
-    with_results,
     write_messages,
 )
+from ui.pages.chat_turn import BASE, EMPTY_HEADING, NOTHING, Turn, heading
 from ui.parts import Html, alert_list, byte_text, duration_text, element, join, number_text, title
 
-_UPDATE_SECONDS = 0.1
-"""Least seconds between two updates of an answer; each sends the full text so far."""
-_RENDER_SHARE = 5
-"""Seconds between two updates for each second that drawing one takes."""
 _LEAD = "Ask a run's model and its base model, or two models, the same question."
 _DIED = "the model's process has ended; free memory, or choose a smaller model or another device"
 _EMPTY = {"first": "Write a message below: the model answers here.", "second": "The other model answers here."}
-_BASE, _NOTHING = ("Its base model", "=base"), ("Nothing", "=none")
 _CLEAR = "(first, second, sure) => [first, second, Chat.isSure(first, second)]"
 
 
@@ -101,7 +90,7 @@ class Page:
             )  # fmt: skip
         with gr.Row(equal_height=False):
             self.other = gr.Dropdown(
-                [_BASE, _NOTHING], value=_BASE[1], label="Compare with", allow_custom_value=True, scale=3,
+                [BASE, NOTHING], value=BASE[1], label="Compare with", allow_custom_value=True, scale=3,
                 min_width=240, info="Another model takes memory of its own.", elem_id="chat-other",
             )  # fmt: skip
             self.other_weights = gr.Dropdown(
@@ -180,12 +169,12 @@ class Page:
             known = self._weights(name)
         selected = query.get("checkpoint") if query.get("run") else state["weights"]
         first = selected if selected in known else next(iter(known), None)
-        views = [conversation(pane, _heading(pane, name, first, "=base"), [], empty=_EMPTY[pane]) for pane in PANES]
+        views = [conversation(pane, heading(pane, name, first, "=base"), [], empty=_EMPTY[pane]) for pane in PANES]
         if not known:  # a base model alone
             views[1] = Html("")
         return (
             gr.update(choices=[*names, EMBEDDED], value=name), gr.update(choices=known, value=first),
-            gr.update(choices=[_BASE, _NOTHING, *names, EMBEDDED]), *views,
+            gr.update(choices=[BASE, NOTHING, *names, EMBEDDED]), *views,
         )  # fmt: skip
 
     def list_weights(self, name: Any) -> Any:
@@ -225,19 +214,19 @@ class Page:
 
     def send(self, *values: Any) -> Iterator[tuple[Any, ...]]:
         """Sends the message to each pane's conversation; loads the selected models first if necessary."""
-        turn = _Turn(self.pair, values)
+        turn = Turn(self.pair, values)
         yield from self._answered(turn, lambda: turn.sent())
 
     def _act_in(self, pane: str) -> Any:
         """The handler of the buttons in the conversation of a pane."""
 
         def act(event: gr.EventData, *values: Any) -> Iterator[tuple[Any, ...]]:
-            turn = _Turn(self.pair, values)
+            turn = Turn(self.pair, values)
             yield from self._answered(turn, lambda: turn.changed(pane, event._data))
 
         return act
 
-    def _answered(self, turn: _Turn, ask: Any) -> Iterator[tuple[Any, ...]]:
+    def _answered(self, turn: Turn, ask: Any) -> Iterator[tuple[Any, ...]]:
         """Streams the answers to what `ask` returns: the messages of each pane that is to answer."""
         message: Any = gr.skip()
         alerts = Html("")
@@ -260,7 +249,7 @@ class Page:
         """Empties both conversations."""
         if sure is not True:
             return (gr.skip(),) * 8
-        views = [conversation(pane, _EMPTY_HEADING[pane], [], empty=_EMPTY[pane]) for pane in PANES]
+        views = [conversation(pane, EMPTY_HEADING[pane], [], empty=_EMPTY[pane]) for pane in PANES]
         return gr.skip(), *views, "", "", gr.skip(), Html(""), gr.skip()
 
     def undo(self, *values: Any) -> tuple[Any, ...]:
@@ -272,7 +261,7 @@ class Page:
             return *(gr.skip(),) * 6, alert_list(_lines(error)), gr.skip()
         text = next((text for _, text in pairs.values() if text), "")
         views = [
-            conversation(pane, _heading(pane, target[0], target[1], target[3], target[4]), messages, empty=_EMPTY[pane])
+            conversation(pane, heading(pane, target[0], target[1], target[3], target[4]), messages, empty=_EMPTY[pane])
             for pane, (messages, _) in pairs.items()
         ]
         return text or gr.skip(), *views, *(write_messages(each) for each, _ in pairs.values()), gr.skip(), Html(""), \
@@ -319,149 +308,15 @@ class Page:
         return texts
 
 
-class _Turn:
-    """One event that asks for answers, and the conversations while these come.
-
-    Args:
-        pair: the model processes.
-        values: of the inputs, as the browser sends them.
-    """
-
-    def __init__(self, pair: ChatPair, values: tuple[Any, ...]):
-        self.pair = pair
-        self.target = values[:5]
-        self.message, first, second = values[5:8]
-        self._stored = {"first": first, "second": second}
-        self.side, self.plain, self.system, self.tools = values[8:12]
-        self.sampling = dict(zip(SAMPLING, values[12:], strict=True))
-        self.message_box: Any = gr.skip()
-        self._messages: dict[str, Messages] = {}
-        self._replies: dict[str, Reply] = {}
-        self._sources: Mapping[str, Any] = {}
-
-    @property
-    def seed(self) -> Any:
-        """The seed of the answers."""
-        return self.sampling["seed"]
-
-    @property
-    def has_answers(self) -> bool:
-        """Whether any answer has begun."""
-        return any(reply.message()["raw"] for reply in self._replies.values())
-
-    def _conversations(self) -> dict[str, Messages]:
-        return {pane: read_messages(data) for pane, data in self._stored.items()}
-
-    def sent(self) -> dict[str, Messages]:
-        """The conversations with the message of the field."""
-        if not isinstance(self.message, str) or not self.message.strip():
-            raise ConfigError("there is no message to answer; write one")
-        self.message_box = ""
-        panes = [pane for pane in PANES if self.side in ("both", None, pane)]
-        if not panes:
-            raise ConfigError("who answers is none of both, first and second; choose one")
-        conversations = self._conversations()
-        return {pane: [*conversations[pane], {"role": "user", "content": self.message}] for pane in panes}
-
-    def changed(self, pane: str, event: Any) -> dict[str, Messages]:
-        """The conversations after an edit, tools' results, or a wish for another answer.
-
-        An edit applies to both conversations if both have the message.
-        """
-        conversations = self._conversations()
-        if not isinstance(event, dict) or not is_plain_json(event):
-            raise ConfigError("the event is none of this page; reload the page")
-        messages, act = conversations[pane], event.get("act")
-        if act == "edit":
-            index, text = event.get("index"), event.get("text")
-            if not isinstance(text, str) or not text.strip():
-                raise ConfigError("there is no message to answer; write one")
-            result = {pane: edited(messages, index, text)}
-            other = next(each for each in PANES if each != pane)
-            same = [each[: int(str(index)) + 1][-1:] for each in (messages, conversations[other])]
-            if same[0] == same[1]:
-                result[other] = edited(conversations[other], index, text)
-            return {each: result[each] for each in PANES if each in result}
-        if act == "results":
-            return {pane: with_results(messages, event.get("results"))}
-        if act == "regenerate":
-            if isinstance(self.seed, int | float) and not isinstance(self.seed, bool):
-                self.sampling["seed"] = (int(self.seed) + 1) % 2**32
-            return {pane: before_answer(messages)}
-        raise ConfigError("the event is none of this page; reload the page")
-
-    def start(self, messages: Mapping[str, Messages], sources: Mapping[str, Any]) -> None:
-        """Takes the conversations to answer, in the panes that have a model."""
-        self._sources = sources
-        self._messages = {pane: each for pane, each in messages.items() if pane in sources}
-        if not self._messages:
-            raise ConfigError("no model is loaded for this side; choose one under Compare with")
-
-    def answers(self) -> Iterator[None]:
-        """Streams the answers; yields when there is something new to draw."""
-        options = {"sampling": self.sampling, "system": self.system, "plain": bool(self.plain), "tools": self.tools}
-        updated_at, pause = 0.0, _UPDATE_SECONDS
-        asked = {pane: list(messages) for pane, messages in self._messages.items()}
-        for pane, document in self.pair.ask(asked, self._sources, **options):
-            reply = self._replies.setdefault(pane, Reply(self.seed if self.sampling["temperature"] else None))
-            reply.add(document)
-            reply.is_done = "finish" in document
-            began = time.monotonic()
-            if began - updated_at >= pause:
-                yield
-                updated_at = time.monotonic()
-                pause = max(_UPDATE_SECONDS, _RENDER_SHARE * (updated_at - began))
-
-    def views(self) -> list[Any]:
-        """Both conversations as HTML, as far as they are part of this event."""
-        views = []
-        name, weights, _, other, other_weights = self.target
-        for pane in PANES:
-            if pane == "second" and self._sources and pane not in self._sources:
-                views.append(Html(""))
-            elif pane not in self._messages:
-                views.append(gr.skip())
-            else:
-                heading = _heading(pane, name, weights, other, other_weights)
-                views.append(conversation(pane, heading, self._messages[pane], self._replies.get(pane)))
-        return views
-
-    def data(self) -> list[Any]:
-        """Both conversations as the browser keeps them, with the answers."""
-        data: list[Any] = []
-        for pane in PANES:
-            reply = self._replies.get(pane)
-            if reply is None:
-                data.append(gr.skip())
-                continue
-            reply.is_done = True
-            data.append(write_messages([*self._messages[pane], reply.message()]))
-        return data
-
-
 # -- values and fragments --------------------------------------------------------------------------------------------
-
-
-_EMPTY_HEADING = {"first": "Model", "second": "Compared with"}
 
 
 def _view(pane: str) -> gr.HTML:
     """A conversation, whose buttons trigger the event `act`."""
     return gr.HTML(
-        conversation(pane, _EMPTY_HEADING[pane], [], empty=_EMPTY[pane]), padding=False, apply_default_css=False,
+        conversation(pane, EMPTY_HEADING[pane], [], empty=_EMPTY[pane]), padding=False, apply_default_css=False,
         elem_id=f"chat-{pane}", min_width=300, js_on_load="Chat.bind(element, (data) => trigger('act', data))",
     )  # fmt: skip
-
-
-def _heading(pane: str, name: Any, weights: Any = None, other: Any = None, other_weights: Any = None) -> str:
-    """Which model answers in a pane."""
-    if pane == "first":
-        return " ".join(filter(None, [str(name or ""), str(weights or "")]))[:200] or _EMPTY_HEADING[pane]
-    if other in (_BASE[1], None, ""):
-        return _BASE[0]
-    if other == _NOTHING[1]:
-        return _EMPTY_HEADING[pane]
-    return " ".join(filter(None, [str(other), str(other_weights or "")]))[:200]
 
 
 def _devices() -> list[tuple[str, str]]:
