@@ -240,7 +240,7 @@ class Page:
             for _ in turn.answers():
                 yield message, *turn.views(), gr.skip(), gr.skip(), _status(self.pair), alerts, gr.skip()
         except (ConfigError, WorkerDied) as error:
-            alerts = alert_list(_lines(error))
+            alerts, turn.failed = alert_list(_lines(error)), True
             message = turn.message_box if turn.has_answers else gr.skip()
         seed = turn.seed if turn.seed != asked_seed else gr.skip()
         yield message, *turn.views(), *turn.data(), _status(self.pair), alerts, seed
