@@ -69,13 +69,13 @@ def evaluate_rows(context: TrainContext, documents: Documents, base: Any) -> End
     return Ending("done", None)
 
 
-def _beat_or_stop(context: TrainContext, requests: Requests, section: str, **limits: float) -> None:
+def _beat_or_stop(context: TrainContext, requests: Requests, section: str, **details: Any) -> None:
     """The heartbeat before each batch. Collective, as every rank has as many batches.
 
     Raises:
         _Stopped: on every rank, if any of them is to stop.
     """
-    context.heartbeat.at(section, step=0, **limits)
+    context.heartbeat.at(section, step=0, **details)
     stop, _, _ = requests.poll()
     if context.ranks.sum(torch.tensor(float(stop), device=context.ranks.device)).item():
         raise _Stopped
@@ -155,7 +155,7 @@ def _answers(
     settings = Generation(config.per_device_eval_batch_size, config.eval_answer_tokens, stops)
     begun = count_from(0, settings.batch_size * context.mesh.sizes.data)  # prompts before each batch
 
-    def count(section: str, **limits: float) -> None:
+    def count(section: str, **details: Any) -> None:
         beat(section, rows=(next(begun), len(prompts)), **limits)
 
     return generate(context.backend, context.mesh, context.ranks, prompts, settings, count)

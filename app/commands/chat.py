@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from app.console import clean, report_json, say
-from app.services.chat import Chats, Target, check_messages, check_sampling
+from app.services.chat import Chats, Target
+from app.services.chat_messages import check_messages, check_sampling
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
 
@@ -42,7 +43,7 @@ def chat_verb(
         device: `auto`, `cpu` or a GPU's index.
         revision: of a base model on the Hub.
         remote_code: run model code that comes with the weights.
-        sampling: values by the names of `app.services.chat.SAMPLING`; None keeps the default.
+        sampling: values by the names of `app.services.chat_messages.SAMPLING`; None keeps the default.
         as_json: print one JSON document; needs a prompt.
 
     Returns:
@@ -114,7 +115,7 @@ def _print_pieces(
 def _converse(chats: Chats, target: Target, request: dict[str, Any]) -> int:
     """Answers each line of standard input until its end; each side continues its own conversation."""
     terminal = sys.stdin.isatty()
-    turns: dict[str, list[dict[str, str]]] = {}
+    turns: dict[str, list[dict[str, Any]]] = {}
     sides = ["tuned", "base"] if request["side"] == "both" else [request["side"]]
     if terminal:
         loaded = f"{target.name} {target.weights or ''}".strip()
@@ -136,12 +137,13 @@ def _line(terminal: bool) -> str | None:
         return None
 
 
-def _turn(chats: Chats, history: list[dict[str, str]], request: dict[str, Any], label: bool) -> None:
+def _turn(chats: Chats, history: list[dict[str, Any]], request: dict[str, Any], label: bool) -> None:
     """Adds the answer to the history; if it is stopped or refused, removes its question instead."""
     answer = None
     try:
         for document in _print_pieces(chats.ask(history, **request), label=label):
-            answer = document.get("answer", answer)
+            if "message" in document:
+                answer = {**document["message"], "raw": document["answer"]}
     except KeyboardInterrupt:
         say("\nstopped")
     except ConfigError as error:
@@ -150,4 +152,4 @@ def _turn(chats: Chats, history: list[dict[str, str]], request: dict[str, Any], 
     if answer is None:
         history.pop()
     else:
-        history.append({"role": "assistant", "content": answer})
+        history.append(answer)

@@ -6,12 +6,11 @@ Input from pages and flags is checked here; the models themselves run in `traine
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,6 +22,7 @@ from app.console import shortened
 from app.hardware import Gpu, find_gpus
 from app.runs.runs import find_run, list_runs, run_of_id
 from app.services.allowed_paths import path_mistakes
+from app.services.chat_messages import check_messages, check_sampling, check_tools
 from app.services.rpc_client import Worker, WorkerDied
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
@@ -30,114 +30,13 @@ from trainers.run.device_locks import HeldSlots, Holder, Need, take_now, who_has
 from trainers.run.folder import RunFolder
 
 SIDES = ("tuned", "base")
-MAX_CHARACTERS = 100_000
-"""Characters of a conversation."""
-MAX_MESSAGES = 200
 MAX_RUNS = 200
 """Runs that `choices` offers; older ones can be entered by id."""
 IDLE_SECONDS = 600.0
 
-_ROLES = ("system", "user", "assistant")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,95}", re.ASCII)
 _REVISION = re.compile(r"[\w./-]{1,100}", re.ASCII)
 _CHECKPOINT = re.compile(r"step-\d{8}", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Option:
-    """One sampling option with its inclusive limits."""
-
-    low: float
-    high: float
-    default: float
-    help: str
-    integer: bool = False
-
-
-SAMPLING = {
-    "temperature": Option(0.0, 5.0, 0.0, "0 always picks the likeliest token; higher values are more random."),
-    "top_p": Option(0.01, 1.0, 1.0, "Sample from the likeliest tokens that together have this probability; 1 for all."),
-    "top_k": Option(0, 1000, 0, "Sample from this many of the likeliest tokens; 0 for all.", integer=True),
-    "max_new_tokens": Option(1, 8192, 256, "Longest answer, in tokens.", integer=True),
-    "repetition_penalty": Option(0.5, 2.0, 1.0, "Above 1 makes repeated tokens less likely."),
-    "seed": Option(0, 2**32 - 1, 42, "The same seed gives the same answer.", integer=True),
-}
-
-
-# -- checking requests -----------------------------------------------------------------------------------------------
-
-
-def check_sampling(values: Mapping[str, Any] | None) -> dict[str, float]:
-    """Checks sampling options and fills in defaults.
-
-    Raises:
-        ConfigError: with a line for each unknown name, non-numeric value or value out of range.
-    """
-    if values is not None and not isinstance(values, Mapping):
-        raise ConfigError("sampling is not a mapping; give values by name, such as {'temperature': 0.7}")
-    requested, mistakes, result = dict(values or {}), [], {}
-    for name in requested.keys() - SAMPLING.keys():
-        mistakes.append(f"sampling has no option {shortened(str(name))!r}; use {', '.join(SAMPLING)}")
-    for name, option in SAMPLING.items():
-        number = _number(requested.get(name))
-        if requested.get(name) is None:
-            number = option.default
-        if number is None or not option.low <= number <= option.high or (option.integer and number % 1):
-            kind = "a whole number" if option.integer else "a number"
-            quoted = shortened(repr(requested.get(name)))
-            mistakes.append(f"{name}={quoted} is out of range; use {kind} from {option.low:g} to {option.high:.10g}")
-            continue
-        result[name] = int(number) if option.integer else number
-    if mistakes:
-        raise ConfigError(mistakes)
-    return result
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def check_messages(messages: Any, system: Any = "") -> list[dict[str, str]]:
-    """Checks a conversation; returns it with the system prompt, if any, first.
-
-    Args:
-        messages: a list of mappings with `role` and `content`, the user's last; other keys are dropped.
-        system: the system prompt; empty for none.
-
-    Raises:
-        ConfigError: for anything else, and for more than `MAX_CHARACTERS` or `MAX_MESSAGES`.
-    """
-    if not isinstance(messages, list) or not messages or len(messages) > MAX_MESSAGES:
-        raise ConfigError(f"messages must be a list of 1 to {MAX_MESSAGES} messages; write one, or clear the chat")
-    result = [{"role": "system", "content": _text(system, "system")}] if system else []
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
-            raise ConfigError(f"message {number + 1} has none of the roles {', '.join(_ROLES)}; clear the chat")
-        if message["role"] == "system" and (number or system):
-            raise ConfigError(f"message {number + 1} is a second system prompt, or not the first message; remove it")
-        result.append({"role": message["role"], "content": _text(message.get("content"), f"message {number + 1}")})
-    if result[-1]["role"] != "user" or not result[-1]["content"].strip():
-        raise ConfigError("there is no message to answer; write one")
-    characters = sum(len(message["content"]) for message in result)
-    if characters > MAX_CHARACTERS:
-        raise ConfigError(f"the conversation has {characters:,} characters, more than {MAX_CHARACTERS:,}; clear it")
-    return result
-
-
-def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{name} is not text; write a message")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ConfigError(f"{name} is not valid Unicode; enter it again") from None
-    return value.replace("\x00", "")
 
 
 def weights_of(run: RunFolder) -> list[str]:
@@ -287,8 +186,12 @@ class Chats:
     def _run(self, name: str) -> RunFolder:
         return find_run(name, self.runs_dir) if self.roots is None else run_of_id(name, self.runs_dir)
 
-    def open(self, target: Target) -> Iterator[str]:
+    def open(self, target: Target, beside: Chats | None = None) -> Iterator[str]:
         """Loads the target, replacing what is loaded, and yields each stage; does nothing if it is already loaded.
+
+        Args:
+            target: what to load.
+            beside: a model with which it may share a GPU, if no other is free.
 
         Raises:
             ConfigError: when it cannot be loaded, no GPU is free, or another request is in progress.
@@ -302,18 +205,18 @@ class Chats:
             if self._worker is not None and self._worker.busy:
                 raise ConfigError("the loaded model is answering; stop it, or wait until it is done")
             self.free()
-            yield from self._load(target)
+            yield from self._load(target, beside)
         finally:
             self._stage = None
             self._load_lock.release()
 
-    def _load(self, target: Target) -> Iterator[str]:
+    def _load(self, target: Target, beside: Chats | None) -> Iterator[str]:
         yield self._set_stage("starting a process")
-        gpu, lock = take_gpu(target.device, f"chat with {target.name}")
+        gpu, lock, descriptors = self._take_gpu(target, beside)
         worker = None
         try:
             visible = {"CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else ""}
-            worker = Worker("trainers.tools.chat", env=visible, pass_fds=lock.descriptors if lock else ())
+            worker = Worker("trainers.tools.chat", env=visible, pass_fds=descriptors)
             with self._state_lock:
                 self._worker = worker
                 self._gpu_lock = lock
@@ -337,14 +240,28 @@ class Chats:
                     lock.close()
         self._restart_idle_timer()
 
+    def _take_gpu(self, target: Target, beside: Chats | None) -> tuple[Gpu | None, HeldSlots | None, Sequence[int]]:
+        """A GPU, its lock if it was free, and the descriptors that hold it as long as the process has them."""
+        try:
+            gpu, lock = take_gpu(target.device, f"chat with {target.name}")
+        except ConfigError:
+            held, shared = (beside._gpu, beside._gpu_lock) if beside else (None, None)
+            if held is None or shared is None or target.device not in ("auto", str(held.index)):
+                raise
+            return held, None, shared.descriptors
+        return gpu, lock, lock.descriptors if lock else ()
+
     def _set_stage(self, stage: str) -> str:
         self._stage = stage
         return stage
 
     def ask(
-        self, messages: Any, side: Any = "tuned", sampling: Any = None, system: Any = "", plain: bool = False
-    ) -> Iterator[dict[str, Any]]:
+        self, messages: Any, side: Any = "tuned", sampling: Any = None, system: Any = "", plain: bool = False,
+        tools: Any = None,
+    ) -> Iterator[dict[str, Any]]:  # fmt: skip
         """Streams the loaded model's answer: documents with `side` and new `text`, then one with `answer` per side.
+
+        See `trainers.tools.chat.Chat.answer` for what else they have.
 
         Args:
             messages: the conversation, see `check_messages`.
@@ -352,12 +269,16 @@ class Chats:
             sampling: values by name; see `SAMPLING`.
             system: the system prompt.
             plain: complete the messages as plain text, without the chat template.
+            tools: that the model may call, see `check_tools`; nothing executes what it calls.
 
         Raises:
             ConfigError: for a wrong request, or when nothing is loaded.
             WorkerDied: when the process ends.
         """
-        request = {"messages": check_messages(messages, system), "sampling": check_sampling(sampling)}
+        request = {
+            "messages": check_messages(messages, system), "sampling": check_sampling(sampling),
+            "tools": check_tools(tools),
+        }  # fmt: skip
         worker, about = self._worker, self._model_info
         if worker is None or about is None:
             raise ConfigError("no model is loaded; choose a run and load it")

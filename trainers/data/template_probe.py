@@ -101,6 +101,13 @@ class TemplateProbe:
         """Whether it writes the `reasoning_content` of a reply."""
         return _THOUGHT in self._with_thought
 
+    @cached_property
+    def thought_tags(self) -> tuple[str, str] | None:
+        """The tags that it writes around the thought of a reply; None if it writes none, or no tags."""
+        before, _, after = self._with_thought.partition(_THOUGHT)
+        opening, closing = _OPENING.search(before), _CLOSING.search(after)
+        return (opening[1], closing[1]) if opening and closing else None
+
     @property
     def prompt_opens_thought(self) -> bool:
         """Whether the generation prompt begins a thought, which a reply without one would not go on with."""
@@ -116,10 +123,8 @@ class TemplateProbe:
         """Matches an empty thought at the start of a reply; its opening tag may be part of the generation prompt."""
         # The tags around a placeholder thought are those of the template, whatever they are called.
         tags = {("<think>", "</think>")}
-        before, _, after = self._with_thought.partition(_THOUGHT)
-        opening, closing = _OPENING.search(before), _CLOSING.search(after)
-        if opening and closing:
-            tags.add((opening[1], closing[1]))
+        if self.thought_tags:
+            tags.add(self.thought_tags)
         pairs = [f"(?:{re.escape(opening)})?\\s*{re.escape(closing)}" for opening, closing in sorted(tags)]
         self._opening_tags = tuple(opening for opening, _ in tags)
         return re.compile(rf"\s*(?:{'|'.join(pairs)})")

@@ -6,144 +6,37 @@ Reads safetensors only, no pickle, and runs no model code unless allowed.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import date
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
-from transformers import GenerationConfig, StoppingCriteria, TextIteratorStreamer
+from transformers import StoppingCriteria
 
 from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
-from trainers.data.formats import RowError
-from trainers.data.template import Encoder
-from trainers.data.tokenizer import load_tokenizer
-from trainers.model.attention import avoid_cudnn
 from trainers.model.load import compute_dtype, load_base, model_path
 from trainers.model.lora import add_adapters
-from trainers.model.rope_scaling import position_limit
 from trainers.run.folder import RunFolder
 from trainers.run.from_run import resolve_request
 from trainers.run.lineage import read_export
 from trainers.run.manifest import verify
+from trainers.tools.answer_format import AnswerParser, Piece
+from trainers.tools.chat_memory import check_memory
+from trainers.tools.chat_models import Models
+from trainers.tools.partial_text import PartialText
 from trainers.tools.rpc_server import serve
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _BAD = (ValueError, KeyError, OSError, RuntimeError, SafetensorError)
-
-
-MOST_BYTES_OF_A_TOKEN = 64
-"""A text with more bytes for each token that the context holds is refused before it is tokenised."""
-
-
-class ContextFull(ConfigError):
-    """A conversation that the model's context cannot hold."""
-
-
-class Models:
-    """A base model and optionally a tuned one on one device; an adapter shares the weights of its base.
-
-    Args:
-        config: config of the run, or of the base model alone.
-        base: the base model; None if `tuned` is an adapter on it.
-        tuned: the fine-tuned model; None for the base alone.
-    """
-
-    def __init__(self, config: TrainConfig, base: Any | None, tuned: Any | None):
-        avoid_cudnn()
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer = load_tokenizer(config)
-        self.encoder = Encoder.of(self.tokenizer, assistant_only=False, today=date.today().isoformat())
-        self.base = base
-        self.tuned = tuned
-        self.ends: set[int] = set()
-        for model in (base, tuned):
-            if model is not None:
-                self._ready(model)
-        text = (base if base is not None else tuned).config.get_text_config()  # type: ignore[union-attr]
-        self.context: int | None = position_limit(text)
-
-    def _ready(self, model: Any) -> None:
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # Only transformers' own kernels support a KV cache, and its fused kernel neither softcap nor models like Mamba.
-        capped = getattr(inner.config.get_text_config(), "attn_logit_softcapping", None) is not None
-        fused = not capped and getattr(inner, "_supports_sdpa", False)
-        inner.set_attn_implementation("sdpa" if fused else "eager")
-        inner.config.use_cache = True
-        ends = inner.generation_config.eos_token_id if inner.generation_config is not None else None
-        self.ends |= {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-        # Ignore the other settings of the files (beams, penalties): they were not requested.
-        inner.generation_config = GenerationConfig(
-            eos_token_id=sorted(self.ends), pad_token_id=self.tokenizer.pad_token_id
-        )
-        model.eval()
-        model.to(self.device)
-
-    def sides(self) -> list[str]:
-        """The models that can answer: `base`, `tuned` or both."""
-        return ["base", "tuned"] if self.tuned is not None else ["base"]
-
-    def side(self, name: str) -> tuple[Any, AbstractContextManager[Any]]:
-        """The model of a side, and the context manager to enter while it generates."""
-        if name == "base" and self.base is None:
-            assert self.tuned is not None
-            return self.tuned, self.tuned.disable_adapter()
-        return (self.base if name == "base" else self.tuned), nullcontext()
-
-    def prompt(
-        self, messages: list[dict[str, Any]], plain: bool, variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Tokens of a conversation, ready for generation.
-
-        Args:
-            messages: with `role` and `content`.
-            plain: join the messages as plain text; always the case if the tokenizer has no chat template.
-            variables: what the chat template gets besides, such as `tools`.
-
-        Raises:
-            ConfigError: if the chat template refuses them or does not terminate.
-            ContextFull: if they do not fit the context.
-        """
-        plain = plain or self.encoder.options.chat_template is None
-        return self.tokens(self.text(messages, plain, variables), plain)
-
-    def text(self, messages: list[dict[str, Any]], plain: bool, variables: Mapping[str, Any] | None = None) -> str:
-        """The first half of `prompt`: the rendered text. `plain` has to be set if there is no chat template."""
-        return "\n".join(message["content"] for message in messages) if plain else self._rendered(messages, variables)
-
-    def tokens(self, text: str, plain: bool) -> list[int]:
-        """The second half of `prompt`: the tokens of a rendered text."""
-        if self.context is not None and len(text.encode(errors="surrogatepass")) > self.context * MOST_BYTES_OF_A_TOKEN:
-            raise ContextFull(
-                f"the conversation has {len(text):,} characters and the model's context holds {self.context:,} tokens; "
-                "clear it, or write less"
-            )
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if plain:
-            ids = [*self.encoder.options.prefix, *ids]
-        if self.context is not None and len(ids) >= self.context:
-            raise ContextFull(
-                f"the conversation has {len(ids):,} tokens and the model's context holds {self.context:,}; "
-                "clear it, or write less"
-            )
-        if not ids:
-            raise ConfigError("there is nothing to answer; write a message")
-        return ids
-
-    def _rendered(self, messages: list[dict[str, Any]], variables: Mapping[str, Any] | None) -> str:
-        try:
-            return self.encoder.render(messages, prompt=True, variables=variables)
-        except RowError as error:
-            raise ConfigError(f"chat template: {error}; leave out the system prompt, or complete plain text") from None
-
 
 # -- loading ---------------------------------------------------------------------------------------------------------
 
@@ -307,13 +200,16 @@ def sampling_options(sampling: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Generation(threading.Thread):
-    """One call of `generate`; its text comes out of `streamer`, which ends even if the call fails."""
+    """One call of `generate`; the text of each token comes out of `texts`, and None at the end, however it ends."""
 
     def __init__(self, models: Models, model: Any, prompt: list[int], sampling: dict[str, Any]):
         super().__init__(daemon=True)
         self.model = model
         self.stop = _Stop()
-        self.streamer = TextIteratorStreamer(models.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.texts: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._ends = models.ends
+        self._partial = PartialText(models.decode)
+        self._is_prompt = True
         ids = torch.tensor([prompt], device=models.device)
         room = (models.context or 2**31) - len(prompt)
         self.arguments = {
@@ -327,11 +223,41 @@ class _Generation(threading.Thread):
 
     def run(self) -> None:
         try:
-            result = self.model.generate(**self.arguments, streamer=self.streamer, stopping_criteria=[self.stop])
-            self.tokens = result[0, self.arguments["input_ids"].shape[1] :].tolist()
+            self.model.generate(**self.arguments, streamer=self, stopping_criteria=[self.stop])
         except Exception as error:  # raised again in the main thread
             self.error = error
-            self.streamer.on_finalized_text("", stream_end=True)
+        finally:
+            self.texts.put(None)
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, and then each token, from `generate`."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self.tokens.append(int(value.reshape(-1)[-1]))
+        if self.tokens[-1] not in self._ends:
+            self.texts.put(self._partial.add(self.tokens[-1]))
+
+    def end(self) -> None:
+        """Sends what is left of the text."""
+        self.texts.put(self._partial.end())
+
+
+class _PlainParser:
+    """Takes an answer in plain text for what it is."""
+
+    def __init__(self) -> None:
+        self._text = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        return [Piece("content", text)]
+
+    def finish(self) -> list[Piece]:
+        return []
+
+    def message(self) -> dict[str, Any]:
+        return {"role": "assistant", "content": self._text}
 
 
 class Chat:
@@ -351,6 +277,8 @@ class Chat:
             ConfigError: if files are missing, damaged or of another model, or memory is insufficient.
         """
         started, config = time.monotonic(), request_config(request)
+        if memory := check_memory(config, request):
+            yield {"loading": f"reading the weights: {memory}"}
         try:
             base, tuned = yield from read_models(config, request)
             yield {"loading": "moving to the GPU" if torch.cuda.is_available() else "getting ready"}
@@ -364,16 +292,19 @@ class Chat:
             "device": torch.cuda.get_device_name() if on_gpu else "CPU",
             "dtype": str(compute_dtype(config)).removeprefix("torch."),
             "context": models.context,
-            "chat_template": models.encoder.options.chat_template is not None,
+            "chat_template": models.has_template,
+            "takes_tools": models.takes_tools,
             "gpu_bytes": torch.cuda.memory_allocated() if on_gpu else None,
             "seconds": time.monotonic() - started,
         }
 
     def answer(self, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Generates one answer: yields pieces of `text`, then a document with the full answer and its statistics.
+        """Generates one answer: yields its `text` token by token, with the `parts` that it adds to, then a summary.
+
+        A part is its kind (`content`, `reasoning` or `tool_call`), text to append, and whether another one begins.
 
         Args:
-            request: `side`, `messages`, `plain`, and `sampling` with every value.
+            request: `side`, `messages`, `plain`, `tools` as chat templates read them, and `sampling` with every value.
 
         Raises:
             ConfigError: if nothing is loaded, or the conversation cannot be answered.
@@ -381,14 +312,18 @@ class Chat:
         models, side, started = self.models, request["side"], time.monotonic()
         if models is None or side not in models.sides():
             raise ConfigError(f"side={side} is not loaded; load a run that has it")
-        prompt = models.prompt(request["messages"], bool(request.get("plain")))
+        prompt, parser = self._prompt(models, request)
         model, entered = models.side(side)
         set_seed(request["sampling"]["seed"])
         generation = _Generation(models, model, prompt, request["sampling"])
         with entered:
             generation.start()
             try:
-                yield from ({"text": piece} for piece in generation.streamer if piece)
+                if isinstance(parser, AnswerParser) and parser.initial:
+                    yield {"text": "", "parts": parser.initial}
+                for text in iter(generation.texts.get, None):
+                    if text:
+                        yield {"text": text, "parts": parser.feed(text)}
             finally:
                 generation.stop.requested.set()
                 generation.join()
@@ -397,13 +332,33 @@ class Chat:
             raise ConfigError(f"{len(prompt):,} tokens and an answer do not fit in GPU memory; clear the chat")
         if generation.error is not None:
             raise generation.error
-        yield _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
+        yield {"text": "", "parts": parser.finish()}
+        summary = _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
+        message, calls = parser.message(), sum(len(each.get("tool_calls", ())) for each in request["messages"])
+        for number, call in enumerate(message.get("tool_calls", ())):
+            if "function" in call:
+                call["id"] = f"call{calls + number:05}"  # Mistral's template takes nine letters and digits
+        yield {**summary, "message": message}
+
+    def _prompt(self, models: Models, request: dict[str, Any]) -> tuple[list[int], AnswerParser | _PlainParser]:
+        """Tokens to go on from, and what takes the answer apart."""
+        messages, tools = request["messages"], request.get("tools") or []
+        if request.get("plain") or not models.has_template:
+            if tools:
+                raise ConfigError("tools need a chat template; remove them, or turn off plain text")
+            return models.prompt(messages, plain=True), _PlainParser()
+        has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        if (tools or has_calls) and not models.takes_tools:
+            raise ConfigError("the chat template of this model does not know tools; remove them, or clear the chat")
+        variables = {"tools": tools} if tools else {}
+        text = models.text([models.for_template(message) for message in messages], False, variables)
+        return models.tokens(text, plain=False), models.format.parser(text, tools)
 
 
 def _summary(models: Models, tokens: list[int], prompt_tokens: int, seconds: float) -> dict[str, Any]:
     """The full answer and its statistics."""
     return {
-        "answer": models.tokenizer.decode(tokens, skip_special_tokens=True),
+        "answer": models.decode(tokens[:-1] if tokens and tokens[-1] in models.ends else tokens),
         "finish": "eos" if tokens and tokens[-1] in models.ends else "length",
         "prompt_tokens": prompt_tokens,
         "tokens": len(tokens),

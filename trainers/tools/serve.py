@@ -66,7 +66,8 @@ def _load(settings: Settings) -> Any:
     import torch
 
     from trainers.config.mistakes import ConfigError
-    from trainers.tools.chat import Models, read_models, request_config
+    from trainers.tools.chat import read_models, request_config
+    from trainers.tools.chat_models import Models
     from trainers.tools.serve_generation import ServedModel
 
     config = request_config(settings.request)

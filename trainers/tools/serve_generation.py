@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from trainers.config.mistakes import ConfigError
 from trainers.data.reply_spans import name_message
 from trainers.data.template_probe import missing
-from trainers.tools.chat import ContextFull, Models
+from trainers.tools.chat_models import ContextFull, Models
+from trainers.tools.partial_text import PartialText
 from trainers.tools.serve_requests import ApiError, Sampling
 
 _GREEDY_BELOW = 1e-5
@@ -257,7 +259,7 @@ class _Streamer:
 
     def __init__(self, tokenizer: Any, ends: set[int], stops: Sequence[str], on_event: Callable[[Event], None]):
         self.stopped = threading.Event()
-        self._text = PartialText(tokenizer)
+        self._text = PartialText(partial(tokenizer.decode, skip_special_tokens=True))
         self._stops = StopTexts(stops)
         self._ends = ends
         self._on_event = on_event
@@ -291,42 +293,6 @@ class _Streamer:
             self._on_event(text)
         if self._stops.is_met:
             self.stopped.set()
-
-
-class PartialText:
-    """Decodes tokens as they come; a character of several tokens comes with the last of them.
-
-    A token's text depends on the one before it (a leading space), so a few tokens are decoded again each time.
-
-    Args:
-        tokenizer: decodes tokens.
-    """
-
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
-        self._tokens: list[int] = []
-        self._begin = 0  # of the tokens that are decoded again
-        self._sent = 0  # tokens whose text is out
-
-    def add(self, token: int) -> str:
-        """The text that a token adds; empty inside a character."""
-        self._tokens.append(token)
-        text = self._new_text()
-        if not text or text.endswith("�"):
-            return ""
-        self._begin, self._sent = self._sent, len(self._tokens)
-        return text
-
-    def end(self) -> str:
-        """The text of tokens that still wait for the end of a character."""
-        return self._new_text() if self._sent < len(self._tokens) else ""
-
-    def _new_text(self) -> str:
-        before = self._decode(self._tokens[self._begin : self._sent])
-        return self._decode(self._tokens[self._begin :])[len(before) :]
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 class StopTexts:

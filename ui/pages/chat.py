@@ -1,51 +1,80 @@
-"""The Chat page: streams a run's model and its base side by side, and shows the process that holds them.
+"""The Chat page: a run's model beside its base, or beside another model, and the processes that hold them.
 
-Conversations are sent by the browser as the values of the Chatbots. They are untrusted input, and bypass
-`Chatbot.preprocess`, which would build any component named in them.
+The browser keeps the conversations, in two fields that are not shown, and sends them with each event. They are
+untrusted input, as is everything that a model writes.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from html import escape, unescape
 from typing import Any
 
 import gradio as gr
 
 from app.hardware import find_gpus
-from app.services.chat import MAX_CHARACTERS, SAMPLING, SIDES, Chats
+from app.services.chat_messages import MAX_CHARACTERS, SAMPLING, check_tools
+from app.services.chat_pair import PANES, ChatPair
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
 from ui.context import ServerContext
+from ui.pages.chat_parts import (
+    conversation,
+    read_messages,
+    saved_rows,
+    undone,
+    write_messages,
+)
+from ui.pages.chat_turn import BASE, EMPTY_HEADING, NOTHING, Turn, heading
 from ui.parts import Html, alert_list, byte_text, duration_text, element, join, number_text, title
 
-_UPDATE_SECONDS = 0.1
-"""Seconds between two updates of an answer; each sends the full text so far."""
-_LEAD = "Ask a run's model and its base model the same question. Answers are shown as plain text."
+_LEAD = "Ask a run's model and its base model, or two models, the same question."
 _DIED = "the model's process has ended; free memory, or choose a smaller model or another device"
-Turns = list[dict[str, Any]]
+_EMPTY = {"first": "Write a message below: the model answers here.", "second": "The other model answers here."}
+_CLEAR = "(first, second, sure) => [first, second, Chat.isSure(first, second)]"
 
 
 def build(context: ServerContext) -> None:
     """Lays out the page."""
-    Page(Chats(context.runs_dir, context.roots, context.remote_code)).lay_out()
+    Page(ChatPair(context.runs_dir, context.roots, context.remote_code)).lay_out()
 
 
 class Page:
     """The components of the page and their event handlers.
 
     Args:
-        chats: the one model process of this server.
+        pair: the model processes of this server.
     """
 
-    def __init__(self, chats: Chats):
-        self.chats = chats
+    def __init__(self, pair: ChatPair):
+        self.pair = pair
 
     def lay_out(self) -> None:
         """Lays out the components and connects their events."""
         gr.HTML(title("Chat", _LEAD), padding=False, apply_default_css=False)
+        self._lay_out_models()
+        self.status = gr.HTML(_status(self.pair), padding=False, apply_default_css=False, elem_id="chat-status")
+        self.alerts = gr.HTML("", padding=False, apply_default_css=False, elem_id="chat-alerts")
+        with gr.Row(equal_height=True, elem_id="chat-panes"):
+            self.views = {pane: _view(pane) for pane in PANES}
+        self.data = {pane: gr.Textbox(visible=False, elem_id=f"chat-data-{pane}") for pane in PANES}
+        self.sure = gr.Checkbox(visible=False)
+        self.message = gr.Textbox(
+            label="Message", lines=2, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
+            placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
+        )  # fmt: skip
+        with gr.Row():
+            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=110, scale=0)
+            self.stop_button = gr.Button("Stop", size="md", min_width=100, scale=0, elem_id="chat-stop")
+            self.undo_button = gr.Button("Undo", size="md", min_width=100, scale=0, elem_id="chat-undo")
+            self.clear_button = gr.Button("Clear", size="md", min_width=100, scale=0, elem_id="chat-clear")
+            self.save_button = gr.Button("Save as JSONL", size="md", min_width=140, scale=0, elem_id="chat-save")
+            self.raw = gr.Checkbox(label="Plain text as generated", value=False, min_width=220, elem_id="chat-raw")
+        self.rows = gr.Textbox(visible=False)
+        self._lay_out_options()
+        self._connect()
+
+    def _lay_out_models(self) -> None:
         with gr.Row(equal_height=False):
             self.run = gr.Dropdown(
                 label="Run or base model", allow_custom_value=True, scale=3, min_width=240,
@@ -59,25 +88,18 @@ class Page:
                 _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
                 info="Reserved while loaded.",
             )  # fmt: skip
+        with gr.Row(equal_height=False):
+            self.other = gr.Dropdown(
+                [BASE, NOTHING], value=BASE[1], label="Compare with", allow_custom_value=True, scale=3,
+                min_width=240, info="Another model takes memory of its own.", elem_id="chat-other",
+            )  # fmt: skip
+            self.other_weights = gr.Dropdown(
+                label="Its checkpoint", scale=2, min_width=180, allow_custom_value=True,
+                elem_id="chat-other-checkpoint", info="If it is a run.",
+            )  # fmt: skip
         with gr.Row():
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
             self.free_button = gr.Button("Free memory", size="md", min_width=130, scale=0, elem_id="chat-free")
-        self.status = gr.HTML(
-            _status(self.chats.state()), padding=False, apply_default_css=False, elem_id="chat-status"
-        )
-        self.alerts = gr.HTML("", padding=False, apply_default_css=False, elem_id="chat-alerts")
-        with gr.Row(equal_height=True):
-            self.tuned, self.base = _chatbot("Tuned", "chat-tuned"), _chatbot("Base", "chat-base")
-        self.message = gr.Textbox(
-            label="Message", lines=2, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
-            placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
-        )  # fmt: skip
-        with gr.Row():
-            self.send_button = gr.Button("Send", variant="primary", size="md", min_width=110, scale=0)
-            self.clear_button = gr.Button("Clear", size="md", min_width=100, scale=0, elem_id="chat-clear")
-            self.stop_button = gr.Button("Stop", size="md", min_width=100, scale=0, elem_id="chat-stop")
-        self._lay_out_options()
-        self._connect()
 
     def _lay_out_options(self) -> None:
         with gr.Accordion("Instructions and randomness", open=False, elem_id="chat-options"):
@@ -85,8 +107,9 @@ class Page:
                 label="Instructions (system prompt)", lines=2, max_lines=8, max_length=MAX_CHARACTERS
             )
             self.side = gr.Radio(
-                [("Both", "both"), ("Tuned", "tuned"), ("Base", "base")], value="both", label="Who answers"
-            )
+                [("Both", "both"), ("The first", "first"), ("The second", "second")], value="both",
+                label="Who answers",
+            )  # fmt: skip
             self.plain = gr.Checkbox(label="Complete plain text, without the chat template", value=False)
             with gr.Row():
                 self.sampling = [
@@ -96,37 +119,49 @@ class Page:
                     )
                     for name, option in SAMPLING.items()
                 ]  # fmt: skip
+        with gr.Accordion("Tools", open=False, elem_id="chat-tools"):
+            self.tools = gr.Textbox(
+                label="Tools (JSON)", lines=4, max_lines=16, max_length=MAX_CHARACTERS, elem_id="chat-tools-json",
+                info="A list of functions with name, description and parameters (a JSON schema). Calls are shown and "
+                "never executed; you enter the results.",
+                placeholder='[{"name": "get_weather", "description": "The weather of a city", "parameters": '
+                '{"type": "object", "properties": {"city": {"type": "string"}}}}]',
+            )  # fmt: skip
 
     def _connect(self) -> None:
         hidden: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden"}
-        target, status = [self.run, self.weights, self.device], [self.status, self.alerts]
-        gr.on(None, self.prefill, None, [self.run, self.weights], queue=False, **hidden)
-        self.run.input(self.list_weights, self.run, self.weights, queue=False, preprocess=False, **hidden)
-        # Handlers get raw values, which `app.services.chat` checks.
+        target = [self.run, self.weights, self.device, self.other, self.other_weights]
+        status, views, data = [self.status, self.alerts], [*self.views.values()], [*self.data.values()]
+        gr.on(None, self.prefill, None, [self.run, self.weights, self.other, *views], queue=False, **hidden)
+        for run, weights in ((self.run, self.weights), (self.other, self.other_weights)):
+            run.input(self.list_weights, run, weights, queue=False, preprocess=False, **hidden)
+        # Handlers get raw values, which `app.services.chat_messages` checks.
         self.load_button.click(self.load, target, status, preprocess=False, **hidden)
         self.free_button.click(self.free, None, status, queue=False, **hidden)
         self.stop_button.click(self.stop, None, status, queue=False, **hidden)
-        self.clear_button.click(lambda: ([], [], ""), None, [self.tuned, self.base, self.alerts], queue=False, **hidden)
-        options = [self.side, self.plain, self.system, *self.sampling]
-        gr.on(
-            [self.send_button.click, self.message.submit],
-            self.send,
-            [*target, self.message, self.tuned, self.base, *options],
-            [self.message, self.tuned, self.base, *status],
-            preprocess=False,
-            concurrency_limit=1,
-            concurrency_id="chat",
-            trigger_mode="once",
-            **hidden,
-        )
-        gr.Timer(2.0).tick(lambda: _status(self.chats.state()), None, self.status, queue=False, **hidden)
+        self.raw.input(None, self.raw, None, js="(on) => Chat.showRaw(on)", **hidden)
+        changed = [self.message, *views, *data, *status, self.sampling[-1]]
+        quick: dict[str, Any] = {"preprocess": False, "queue": False, **hidden}
+        self.clear_button.click(self.clear, [*data, self.sure], changed, js=_CLEAR, **quick)
+        self.undo_button.click(self.undo, [*target, *data], changed, **quick)
+        saved = self.save_button.click(self.save, [*data, self.system, self.tools], [self.rows, self.alerts], **quick)
+        saved.then(None, self.rows, None, js="(rows) => Chat.save(rows)", **hidden)
+        options = [self.side, self.plain, self.system, self.tools, *self.sampling]
+        answering: dict[str, Any] = {
+            "inputs": [*target, self.message, *data, *options], "outputs": changed, "preprocess": False,
+            "concurrency_limit": 1, "concurrency_id": "chat", "trigger_mode": "once", **hidden,
+        }  # fmt: skip
+        gr.on([self.send_button.click, self.message.submit], self.send, **answering)
+        for pane, view in self.views.items():
+            view.act(self._act_in(pane), **answering)
+        gr.Timer(2.0).tick(lambda: _status(self.pair), None, self.status, queue=False, **hidden)
         gr.api(self.chat, api_name="chat", concurrency_limit=1, concurrency_id="chat")
 
-    # -- events ------------------------------------------------------------------------------------------------------
+    # -- events: models ----------------------------------------------------------------------------------------------
 
-    def prefill(self, request: gr.Request) -> tuple[Any, Any]:
+    def prefill(self, request: gr.Request) -> tuple[Any, ...]:
         """The runs to choose from; selects the one in the URL, or the loaded one, or the newest."""
-        choices, query, state = self.chats.choices(), dict(request.query_params), self.chats.state()
+        choices, query, state = self.pair.first.choices(), dict(request.query_params), self.pair.first.state()
         names = [str(row["name"]) for row in choices]
         name = query.get("run") or state["name"] or next(iter(names), EMBEDDED)
         known: list[str] = next((row["weights"] for row in choices if row["name"] == name), [])
@@ -134,7 +169,13 @@ class Page:
             known = self._weights(name)
         selected = query.get("checkpoint") if query.get("run") else state["weights"]
         first = selected if selected in known else next(iter(known), None)
-        return gr.update(choices=[*names, EMBEDDED], value=name), gr.update(choices=known, value=first)
+        views = [conversation(pane, heading(pane, name, first, "=base"), [], empty=_EMPTY[pane]) for pane in PANES]
+        if not known:  # a base model alone
+            views[1] = Html("")
+        return (
+            gr.update(choices=[*names, EMBEDDED], value=name), gr.update(choices=known, value=first),
+            gr.update(choices=[BASE, NOTHING, *names, EMBEDDED]), *views,
+        )  # fmt: skip
 
     def list_weights(self, name: Any) -> Any:
         """The checkpoints of the chosen run."""
@@ -143,60 +184,98 @@ class Page:
 
     def _weights(self, name: Any) -> list[str]:
         try:
-            return self.chats.weights(name)
+            return self.pair.first.weights(name)
         except ConfigError:
             return []
 
-    def load(self, name: Any, weights: Any, device: Any) -> Iterator[tuple[Html, Html]]:
-        """Loads the selected model."""
+    def _targets(self, name: Any, weights: Any, device: Any, other: Any, other_weights: Any) -> tuple[Any, Any]:
+        return self.pair.first.target(name, weights, device), self.pair.other(other, other_weights, device)
+
+    def load(self, *target: Any) -> Iterator[tuple[Html, Html]]:
+        """Loads the selected models."""
         try:
-            for _ in self.chats.open(self.chats.target(name, weights, device)):
-                yield _status(self.chats.state()), Html("")
-            yield _status(self.chats.state()), Html("")
+            for _ in self.pair.open(*self._targets(*target)):
+                yield _status(self.pair), Html("")
+            yield _status(self.pair), Html("")
         except (ConfigError, WorkerDied) as error:
-            yield _status(self.chats.state()), alert_list(_lines(error))
+            yield _status(self.pair), alert_list(_lines(error))
 
     def free(self) -> tuple[Html, Html]:
-        """Ends the process."""
-        self.chats.free()
-        return _status(self.chats.state()), Html("")
+        """Ends the processes."""
+        self.pair.free()
+        return _status(self.pair), Html("")
 
     def stop(self) -> tuple[Html, Html]:
-        """Stops the current answer."""
-        self.chats.stop()
-        return _status(self.chats.state()), Html("")
+        """Stops the current answers."""
+        self.pair.stop()
+        return _status(self.pair), Html("")
 
-    def send(
-        self, name: Any, weights: Any, device: Any, message: Any, tuned: Any, base: Any, side: Any, plain: Any,
-        system: Any, *sampling: Any,
-    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        """Sends the message to each side's conversation; loads the selected model first if necessary."""
-        options = {"sampling": dict(zip(SAMPLING, sampling, strict=True)), "system": system, "plain": plain}
-        turns = {"tuned": _turns(tuned), "base": _turns(base)}
-        conversations: dict[str, Any] = {"tuned": gr.skip(), "base": gr.skip()}
-        message_box, alerts = gr.skip(), Html("")
+    # -- events: conversations ---------------------------------------------------------------------------------------
+
+    def send(self, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """Sends the message to each pane's conversation; loads the selected models first if necessary."""
+        turn = Turn(self.pair, values)
+        yield from self._answered(turn, lambda: turn.sent())
+
+    def _act_in(self, pane: str) -> Any:
+        """The handler of the buttons in the conversation of a pane."""
+
+        def act(event: gr.EventData, *values: Any) -> Iterator[tuple[Any, ...]]:
+            turn = Turn(self.pair, values)
+            yield from self._answered(turn, lambda: turn.changed(pane, event._data))
+
+        return act
+
+    def _answered(self, turn: Turn, ask: Any) -> Iterator[tuple[Any, ...]]:
+        """Streams the answers to what `ask` returns: the messages of each pane that is to answer."""
+        message: Any = gr.skip()
+        alerts = Html("")
+        asked_seed = turn.seed
         try:
-            for _ in self.chats.open(self.chats.target(name, weights, device)):
-                yield message_box, *conversations.values(), _status(self.chats.state()), alerts
-            loaded = self.chats.state().get("sides", [])
-            for name in [name for name in SIDES if name in loaded and side in ("both", name)] or [side]:
-                messages = [*turns.get(str(name), []), {"role": "user", "content": message}]
-                for answer in self._answer(messages, name, options):
-                    conversations[name] = _values([*messages, {"role": "assistant", "content": answer}])
-                    yield "", *conversations.values(), _status(self.chats.state()), alerts
+            messages = ask()
+            for _ in self.pair.open(*self._targets(*turn.target)):
+                yield message, *turn.views(), *turn.data(), _status(self.pair), alerts, gr.skip()
+            turn.start(messages, self.pair.sources(self._targets(*turn.target)[1]))
+            message = turn.message_box
+            for _ in turn.answers():
+                yield message, *turn.views(), gr.skip(), gr.skip(), _status(self.pair), alerts, gr.skip()
         except (ConfigError, WorkerDied) as error:
-            alerts = alert_list(_lines(error))
-        yield message_box, *conversations.values(), _status(self.chats.state()), alerts
+            alerts, turn.failed = alert_list(_lines(error)), True
+            message = turn.message_box if turn.has_answers else gr.skip()
+        seed = turn.seed if turn.seed != asked_seed else gr.skip()
+        yield message, *turn.views(), *turn.data(), _status(self.pair), alerts, seed
 
-    def _answer(self, messages: Turns, side: str, options: dict[str, Any]) -> Iterator[str]:
-        """Yields the answer so far at most every `_UPDATE_SECONDS`, and finally the full answer."""
-        text, updated_at = "", 0.0
-        for document in self.chats.ask(messages, side, **options):
-            text = document.get("answer", text + document.get("text", ""))
-            if time.monotonic() - updated_at >= _UPDATE_SECONDS:
-                updated_at = time.monotonic()
-                yield text
-        yield text
+    def clear(self, first: Any, second: Any, sure: Any) -> tuple[Any, ...]:
+        """Empties both conversations."""
+        if sure is not True:
+            return (gr.skip(),) * 8
+        views = [conversation(pane, EMPTY_HEADING[pane], [], empty=_EMPTY[pane]) for pane in PANES]
+        return gr.skip(), *views, "", "", gr.skip(), Html(""), gr.skip()
+
+    def undo(self, *values: Any) -> tuple[Any, ...]:
+        """Takes back the last message of both conversations, and puts it into the field."""
+        *target, first, second = values
+        try:
+            pairs = {pane: undone(read_messages(data)) for pane, data in zip(PANES, (first, second), strict=True)}
+        except ConfigError as error:
+            return *(gr.skip(),) * 6, alert_list(_lines(error)), gr.skip()
+        text = next((text for _, text in pairs.values() if text), "")
+        views = [
+            conversation(pane, heading(pane, target[0], target[1], target[3], target[4]), messages, empty=_EMPTY[pane])
+            for pane, (messages, _) in pairs.items()
+        ]
+        return text or gr.skip(), *views, *(write_messages(each) for each, _ in pairs.values()), gr.skip(), Html(""), \
+            gr.skip()  # fmt: skip
+
+    def save(self, first: Any, second: Any, system: Any, tools: Any) -> tuple[Any, Any]:
+        """The conversations as rows that can be trained on; the browser saves them."""
+        try:
+            rows = saved_rows([read_messages(first), read_messages(second)], str(system or ""), check_tools(tools))
+            if not rows:
+                raise ConfigError("there is no conversation to save; send a message")
+        except ConfigError as error:
+            return "", alert_list(_lines(error))
+        return rows, Html("")
 
     def chat(
         self, run: str, messages: list[dict[str, Any]], checkpoint: str = "", sampling: dict[str, Any] | None = None,
@@ -206,7 +285,7 @@ class Page:
 
         Args:
             run: a run's id, or a base model: `embedded`, a Hub id or a local folder.
-            messages: the conversation, mappings with `role` (system, user, assistant) and `content`.
+            messages: the conversation, mappings with `role` (system, user, assistant, tool) and `content`.
             checkpoint: of the run; empty for its export, otherwise its newest checkpoint.
             sampling: values by name: temperature, top_p, top_k, max_new_tokens, repetition_penalty, seed.
             side: base, tuned or both.
@@ -217,10 +296,11 @@ class Page:
             `base` and `tuned`: the text of each, or None.
         """
         texts: dict[str, Any] = {"base": None, "tuned": None}
+        chats = self.pair.first
         try:
-            for _ in self.chats.open(self.chats.target(run, checkpoint, device)):
+            for _ in chats.open(chats.target(run, checkpoint, device)):
                 pass
-            for document in self.chats.ask(messages, side, sampling, system):
+            for document in chats.ask(messages, side, sampling, system):
                 if "answer" in document:
                     texts[document["side"]] = document["answer"]
         except (ConfigError, WorkerDied) as error:
@@ -231,12 +311,11 @@ class Page:
 # -- values and fragments --------------------------------------------------------------------------------------------
 
 
-def _chatbot(label: str, name: str) -> gr.Chatbot:
-    """A chatbot that shows plain text only: no Markdown, formulas or links, and fetches nothing."""
-    return gr.Chatbot(
-        label=label, elem_id=name, height="max(240px, 40vh)", min_width=300, render_markdown=False, sanitize_html=True,
-        latex_delimiters=[], buttons=[], feedback_options=None, allow_file_downloads=False, allow_tags=False,
-        reasoning_tags=[], placeholder="", layout="bubble",
+def _view(pane: str) -> gr.HTML:
+    """A conversation, whose buttons trigger the event `act`."""
+    return gr.HTML(
+        conversation(pane, EMPTY_HEADING[pane], [], empty=_EMPTY[pane]), padding=False, apply_default_css=False,
+        elem_id=f"chat-{pane}", min_width=300, js_on_load="Chat.bind(element, (data) => trigger('act', data))",
     )  # fmt: skip
 
 
@@ -245,35 +324,18 @@ def _devices() -> list[tuple[str, str]]:
     return [("A free GPU" if gpus else "CPU", "auto"), *gpus, *([("CPU", "cpu")] if gpus else [])]
 
 
-def _values(turns: Turns) -> Turns:
-    """Messages as a Chatbot value. A Chatbot renders HTML, and would strip the indentation of plain strings."""
-    return [
-        {"role": turn["role"], "content": [{"type": "text", "text": escape(str(turn["content"]))}]} for turn in turns
-    ]
-
-
-def _turns(value: Any) -> Turns:
-    """A Chatbot value as messages; content that is not text becomes a message that `check_messages` refuses."""
-    return [_turn(entry) for entry in value or []] if isinstance(value, list) else []
-
-
-def _turn(entry: Any) -> dict[str, Any]:
-    content = entry.get("content") if isinstance(entry, dict) else None
-    entries = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, dict) else part for part in entries]
-    if not isinstance(entry, dict) or not all(isinstance(text, str) for text in texts):
-        return {"role": None, "content": None}
-    return {"role": entry.get("role"), "content": unescape("".join(map(str, texts)))}
-
-
 def _lines(error: ConfigError | WorkerDied) -> list[str]:
     if isinstance(error, ConfigError):
         return error.lines
     return [str(error).partition("\n")[0], *error.lines[-1:], _DIED]
 
 
-def _status(state: dict[str, Any]) -> Html:
-    """What is loaded, on which device."""
+def _status(pair: ChatPair) -> Html:
+    """What is loaded, on which devices."""
+    return join(map(_state, pair.states()))
+
+
+def _state(state: dict[str, Any]) -> Html:
     if state["loading"]:
         return _line("starting", "loading", f"{state['loading']} …", state)
     if not state["loaded"]:
@@ -291,6 +353,7 @@ def _line(colour: str, label: str, model: str, state: dict[str, Any]) -> Html:
         state.get("dtype"),
         f"context {number_text(context)} tokens" if context else None,
         None if state.get("chat_template", True) else "no chat template: plain text",
+        None if state.get("takes_tools", True) else "its template takes no tools",
         f"{byte_text(memory)} of {'GPU memory' if state.get('gpu_bytes') else 'memory'}" if memory else None,
         f"process {state['pid']}" if state.get("pid") else None,
         f"idle for {duration_text(state['idle_seconds'])}" if state.get("loaded") and not state["busy"] else None,

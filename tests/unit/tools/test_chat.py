@@ -22,7 +22,8 @@ from trainers.config.options import TrainConfig
 from trainers.data import template
 from trainers.embedded import BASE_DIR
 from trainers.model.load import load_base
-from trainers.tools.chat import Chat, Models, sampling_options
+from trainers.tools.chat import Chat, sampling_options
+from trainers.tools.chat_models import Models
 from trainers.tools.serve import Settings, _concurrent, _load
 from trainers.tools.serve_generation import Finished, ServedModel
 from trainers.tools.serve_requests import ApiError, Sampling

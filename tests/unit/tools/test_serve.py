@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launching import ROOT, environment, free_port
 from trainers.embedded import BASE_DIR
+from trainers.tools.partial_text import PartialText
 from trainers.tools.serve_app import MAX_BODY
-from trainers.tools.serve_generation import PartialText, StopTexts
+from trainers.tools.serve_generation import StopTexts
 
 TOKEN = "test-token-of-sixteen-characters"  # noqa: S105
 ASKED: list[Any] = [{"role": "user", "content": "title: Sea; city: Rome; author: Bo; year: 1999. Write it as JSON."}]
@@ -433,7 +434,7 @@ def test_pieces_of_tokens_make_the_text(text: str, data: st.DataObject) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if data.draw(st.booleans()):  # the end of a character may be missing
         ids = ids[: data.draw(st.integers(0, len(ids)))]
-    partial = PartialText(tokenizer)
+    partial = PartialText(lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)))
     pieces = [partial.add(token) for token in ids]
     assert "".join([*pieces, partial.end()]) == tokenizer.decode(ids, skip_special_tokens=True)
     assert not any("�" in piece for piece in pieces), "no half of a character"

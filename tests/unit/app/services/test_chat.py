@@ -18,7 +18,14 @@ import pytest
 from app.cli import run_verb
 from app.hardware import Gpu
 from app.services import chat
-from app.services.chat import MAX_CHARACTERS, MAX_MESSAGES, SAMPLING, Chats, check_messages, check_sampling, weights_of
+from app.services.chat import Chats, weights_of
+from app.services.chat_messages import (
+    MAX_CHARACTERS,
+    MAX_MESSAGES,
+    SAMPLING,
+    check_messages,
+    check_sampling,
+)
 from app.services.rpc_client import WorkerDied
 from trainers.config.mistakes import ConfigError
 from trainers.run.device_locks import holders
