@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from trainers.checkpoint.gguf_file import GgufFile
 from trainers.checkpoint.scratch import Scratch
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
@@ -62,6 +63,7 @@ class LoadedBack:
         problem: why the loss was not computed.
         skipped: whether the export was not loaded for lack of memory.
         scores: whether the losses are mean scores, and `tokens` the number of scored documents.
+        gguf: the GGUF files that were written beside it.
     """
 
     dtype: str
@@ -73,6 +75,7 @@ class LoadedBack:
     problem: str | None = None
     skipped: bool = False
     scores: bool = False
+    gguf: tuple[GgufFile, ...] = ()
 
     @property
     def difference(self) -> float | None:
