@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainers.config.gguf_types import CONVERTER, PACKAGE, PLAIN, QUANTISED, Ggu
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.template import Encoder
+from trainers.data.tokenizer import tokenizer_folder
 from trainers.model.load import element_counts, load_model_config, weight_files
 from trainers.run.disk import free_bytes
 from trainers.run.errors import TrainingError
@@ -69,7 +71,8 @@ def check_gguf(request: GgufRequest, config: TrainConfig, tokenizer: Any, folder
         model_config.save_pretrained(trial)
         tokenizer.save_pretrained(trial)
         _refuse_code(trial, config)
-        _convert(request, trial, trial / f"vocabulary{SUFFIX}", ["--vocab-only"])
+        with _sentencepiece(trial, config):
+            _convert(request, trial, trial / f"vocabulary{SUFFIX}", ["--vocab-only"])
     finally:
         shutil.rmtree(trial, ignore_errors=True)
 
@@ -105,7 +108,8 @@ def write_gguf(
     for kind in [*plain, *(kind for kind in request.types if kind in QUANTISED)]:
         path = folder / f"model-{kind.upper()}{SUFFIX}"
         if kind in PLAIN:
-            _convert(request, folder, path, ["--outtype", kind, "--model-name", name])
+            with _sentencepiece(folder, config):
+                _convert(request, folder, path, ["--outtype", kind, "--model-name", name])
         else:
             _call("quantise", str(folder / f"model-{source[0].upper()}{SUFFIX}"), str(path), kind)
         examined = _call("examine", str(path), str(request.llama_cpp / "gguf-py"), *flags)
@@ -128,6 +132,23 @@ def _refuse_code(folder: Path, config: TrainConfig) -> None:
         if "auto_map" in (read_json(path) or {}) and not config.trust_remote_code:
             problem = f": {path.name} names code of the model's own (auto_map), which the converter would run"
             raise ConfigError.about("--gguf", None, problem, "leave --gguf out, or train with trust_remote_code=true")
+
+
+@contextmanager
+def _sentencepiece(folder: Path, config: TrainConfig) -> Iterator[None]:
+    """Puts the base model's `tokenizer.model` in a folder, if there is one.
+
+    The converter takes the scores of tokens from it, by which llama.cpp joins them; `tokenizer.json` has none.
+    """
+    source, target = tokenizer_folder(config) / "tokenizer.model", folder / "tokenizer.model"
+    is_needed = source.is_file() and not target.exists()
+    if is_needed:
+        shutil.copyfile(source, target)
+    try:
+        yield
+    finally:
+        if is_needed:
+            target.unlink()
 
 
 def _begins_without(tokenizer: Any, encoder: Encoder | None, probes: Sequence[Probe]) -> bool:
