@@ -1,4 +1,4 @@
-"""GGUF files of a real run, written with llama.cpp's converter and quantiser and read back by llama.cpp and transformers.
+"""GGUF files of a real run, by llama.cpp's converter and quantiser, read back by llama.cpp and transformers.
 
 The converter is in the source of llama-cpp-python, which `make test-integrations` unpacks beside the packages.
 """
@@ -33,6 +33,7 @@ TYPES = "f16,q8_0,q4_k_m"
 LIMITS = {"f16": 5e-4, "q8_0": 5e-3, "q4_k_m": 0.1}
 """Of the difference of the mean loss. Measured on this model: a tenth of each, or less."""
 PROMPT = [{"role": "user", "content": "How many legs has a spider?"}]
+TURN_END = "<|im_end|>"
 TUNESMITH = [sys.executable, "-m", "app.cli"]
 
 
@@ -46,8 +47,8 @@ def save_base(folder: Path) -> Path:
         user_defined_symbols=["<|im_start|>", "<|im_end|>"],
     )  # fmt: skip
     tokenizer = LlamaTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", TURN_END]})
+    tokenizer.eos_token = TURN_END
     tokenizer.chat_template = published("qwen2_5")
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)

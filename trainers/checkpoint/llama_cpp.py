@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 
 def main(argv: list[str]) -> int:
@@ -102,26 +103,70 @@ def measure(file: str, probes: str) -> dict[str, Any]:
     Returns:
         `loss`, and `other_tokens`, the number of texts that llama.cpp splits into other tokens.
     """
-    from llama_cpp import Llama
-
     data = json.loads(Path(probes).read_text(encoding="utf-8"))
     documents = data["documents"]
-    longest = max(len(document["ids"]) for document in documents) + 8
-    # Keys and values in fp32, so that only the weights are rounded.
-    model = Llama(file, n_ctx=longest, n_batch=longest, n_ubatch=longest, logits_all=True, type_k=0, type_v=0,
-                  n_gpu_layers=0, verbose=False)  # fmt: skip
+    reader = _Reader(file, max(len(document["ids"]) for document in documents))
     total, count = 0.0, 0
     for document in documents:
-        model.reset()
-        model.eval(document["ids"])
+        logits = reader.logits(document["ids"])
         for position in document["positions"]:
-            logits = np.asarray(model.scores[position], dtype=np.float64)
-            top = logits.max()
-            total += top + float(np.log(np.exp(logits - top).sum())) - logits[document["ids"][position + 1]]
+            row = logits[position]
+            total += row.max() + np.log(np.exp(row - row.max()).sum()) - row[document["ids"][position + 1]]
             count += 1
-    split = [model.tokenize(text.encode(), add_bos=False, special=True) for text, _ in data["texts"]]
-    others = sum(own != ids for own, (_, ids) in zip(split, data["texts"], strict=True))
+    others = sum(reader.tokenize(text) != ids for text, ids in data["texts"])
     return {"loss": float(total / count), "other_tokens": others}
+
+
+class _Reader:
+    """A GGUF file in llama.cpp on the CPU; the process that has it ends soon, so nothing is freed.
+
+    By its C interface: the class of llama-cpp-python has no option for weights as they are in the file. Those that
+    llama.cpp would arrange for instructions such as AMX give other sums, and crash where a virtual machine lists
+    instructions that it cannot run.
+
+    Args:
+        file: The file.
+        longest: The number of tokens of the longest document.
+    """
+
+    def __init__(self, file: str, longest: int):
+        import llama_cpp
+
+        self._api = llama_cpp
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers, options.use_extra_bufts = 0, False
+        model = llama_cpp.llama_model_load_from_file(os.fsencode(file), options)
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = settings.n_ubatch = longest
+        settings.type_k = settings.type_v = 0  # in fp32, so that only the weights are rounded
+        self._context = llama_cpp.llama_init_from_model(model, settings) if model else None
+        if not self._context:
+            raise SystemExit(f"llama.cpp cannot load {Path(file).name}")
+        self._vocabulary = llama_cpp.llama_model_get_vocab(model)
+        self._size = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
+
+    def logits(self, ids: list[int]) -> npt.NDArray[np.float64]:
+        """`[length, vocabulary]` logits after each token."""
+        api = self._api
+        api.llama_memory_clear(api.llama_get_memory(self._context), True)
+        batch = api.llama_batch_init(len(ids), 0, 1)
+        batch.n_tokens = len(ids)
+        for index, token in enumerate(ids):
+            batch.token[index], batch.pos[index], batch.logits[index] = token, index, 1
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+        if (status := api.llama_decode(self._context, batch)) != 0:
+            raise SystemExit(f"llama.cpp cannot compute {len(ids)} tokens (status {status})")
+        rows = [api.llama_get_logits_ith(self._context, index) for index in range(len(ids))]
+        return np.array([np.ctypeslib.as_array(row, shape=(self._size,)) for row in rows], dtype=np.float64)
+
+    def tokenize(self, text: str) -> list[int]:
+        """The tokens of a text, special ones included where it spells them."""
+        encoded = text.encode()
+        room = len(encoded) + 8
+        tokens = (self._api.llama_token * room)()
+        count = self._api.llama_tokenize(self._vocabulary, encoded, len(encoded), tokens, room, False, True)
+        return list(tokens[: max(0, count)])
 
 
 if __name__ == "__main__":
