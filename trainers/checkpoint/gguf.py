@@ -71,7 +71,7 @@ def check_gguf(request: GgufRequest, config: TrainConfig, tokenizer: Any, folder
         model_config.save_pretrained(trial)
         tokenizer.save_pretrained(trial)
         _refuse_code(trial, config)
-        with _sentencepiece(trial, config):
+        with _converter_files(trial, config, tokenizer):
             _convert(request, trial, trial / f"vocabulary{SUFFIX}", ["--vocab-only"])
     finally:
         shutil.rmtree(trial, ignore_errors=True)
@@ -108,7 +108,7 @@ def write_gguf(
     for kind in [*plain, *(kind for kind in request.types if kind in QUANTISED)]:
         path = folder / f"model-{kind.upper()}{SUFFIX}"
         if kind in PLAIN:
-            with _sentencepiece(folder, config):
+            with _converter_files(folder, config, tokenizer):
                 _convert(request, folder, path, ["--outtype", kind, "--model-name", name])
         else:
             _call("quantise", str(folder / f"model-{source[0].upper()}{SUFFIX}"), str(path), kind)
@@ -135,18 +135,28 @@ def _refuse_code(folder: Path, config: TrainConfig) -> None:
 
 
 @contextmanager
-def _sentencepiece(folder: Path, config: TrainConfig) -> Iterator[None]:
-    """Puts the base model's `tokenizer.model` in a folder, if there is one.
+def _converter_files(folder: Path, config: TrainConfig, tokenizer: Any) -> Iterator[None]:
+    """Completes a model folder with what the converter reads of older versions of transformers.
 
-    The converter takes the scores of tokens from it, by which llama.cpp joins them; `tokenizer.json` has none.
+    That is the base model's `tokenizer.model`, if there is one, with the scores by which llama.cpp joins tokens; and
+    the list of added tokens: without it, those of a chat template would be plain text.
     """
     source, target = tokenizer_folder(config) / "tokenizer.model", folder / "tokenizer.model"
     is_needed = source.is_file() and not target.exists()
     if is_needed:
         shutil.copyfile(source, target)
+    described = folder / "tokenizer_config.json"
+    original = described.read_bytes()
+    names = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    added = {
+        str(number): {name: getattr(token, name) for name in names}
+        for number, token in tokenizer.added_tokens_decoder.items()
+    }
+    write_json(described, {**(read_json(described) or {}), "added_tokens_decoder": added})
     try:
         yield
     finally:
+        described.write_bytes(original)
         if is_needed:
             target.unlink()
 
