@@ -84,14 +84,22 @@ test-ray: setup
 	$(BIN)/python -m pytest tests/ray
 
 # Against large or foreign packages (trackers; liger, whose chunked losses are plain torch and need none of the triton
-# that it requires), in an environment of their own; not part of `make check`.
+# that it requires; llama.cpp, which is compiled from the source whose converter the tests use), in an environment of
+# their own; not part of `make check`.
 test-integrations:
 	$(MAKE) VENV=.venv-integrations integrations
 
 integrations: $(INTEGRATIONS)
 	$(BIN)/python -m pytest -n 2 tests/integrations
 
+# GGML_NATIVE=OFF: where a virtual machine lists AMX among its instructions but cannot run it, native code crashes.
 $(INTEGRATIONS): $(DEVELOPMENT)
+	$(BIN)/python -m pip download --quiet -c constraints.txt --no-deps --no-binary llama-cpp-python \
+	  --dest $(VENV)/source llama-cpp-python
+	mkdir -p $(VENV)/llama_cpp_python
+	tar -xzf $(VENV)/source/llama_cpp_python-*.tar.gz --strip-components=1 -C $(VENV)/llama_cpp_python
+	CMAKE_ARGS="-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF" \
+	  $(BIN)/python -m pip install --quiet -c constraints.txt ./$(VENV)/llama_cpp_python
 	$(INSTALL) --quiet -c constraints.txt --editable ".[integrations]"
 	$(INSTALL) --quiet -c constraints.txt --no-deps liger-kernel
 	touch $(INTEGRATIONS)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from app.cli_export import export, push
 from app.cli_runs import RAW, RUNS, Json, Raw, RunName, RunsDir, runs_app
 from app.cli_sweep import sweep_line
 from app.typer_style import Interrupted, Verbs
@@ -199,66 +200,8 @@ def stop(
     return stop_verb(run, timeout, not no_save, force, runs_dir, json)
 
 
-@app.command()
-def export(
-    run: RunName,
-    checkpoint: Annotated[
-        str | None, typer.Option(metavar="<name>", help="Checkpoint, such as step-00000120; default: the newest.")
-    ] = None,
-    merged: Annotated[
-        bool, typer.Option("--merged", metavar="", help="Merge the adapters into the base model.")
-    ] = False,
-    ema: Annotated[
-        bool, typer.Option("--ema", metavar="", help="Export the moving average of the weights (ema_decay).")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(metavar="<dir>", help="Output folder; default: export-KIND in the run folder.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="<dtype>", help="float32, bfloat16 or float16; default: the run's export_dtype."),
-    ] = None,
-    runs_dir: RunsDir = RUNS,
-    json: Json = False,
-) -> int:
-    """Export a checkpoint to a folder that transformers or peft can load."""
-    from app.commands.runs import export_verb
-
-    return export_verb(
-        run, checkpoint, merged=merged, averaged=ema, output=output, dtype=dtype, runs_dir=runs_dir, as_json=json
-    )
-
-
-@app.command()
-def push(
-    run: Annotated[
-        str, typer.Argument(metavar="RUN", help="Run (what it exported), RUN@EXPORT, or the folder of an export.")
-    ],
-    repo: Annotated[str, typer.Argument(metavar="ORG/NAME", help="Repository on the Hub; made if it does not exist.")],
-    public: Annotated[
-        bool, typer.Option("--public", metavar="", help="Let everybody read it; otherwise it is private.")
-    ] = False,
-    revision: Annotated[
-        str | None, typer.Option(metavar="<branch>", help="Branch; made if it does not exist. Default: main.")
-    ] = None,
-    base_model: Annotated[
-        str | None,
-        typer.Option("--base_model", metavar="<org/name>", help="Hub id of a base model that was a local folder."),
-    ] = None,
-    replace: Annotated[
-        bool, typer.Option("--replace", metavar="", help="Replace another model that is in the repository.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry_run", metavar="", help="List files and sizes; send nothing, not even to ask.")
-    ] = False,
-    runs_dir: RunsDir = RUNS,
-    json: Json = False,
-) -> int:
-    """Publish what a run exported on the Hugging Face Hub, privately unless you say otherwise."""
-    from app.push.command import push_verb
-    from app.push.upload import Target
-
-    return push_verb(run, Target(repo, public, revision, replace), base_model, dry_run, runs_dir, json)
+app.command()(export)
+app.command()(push)
 
 
 @app.command()

@@ -156,7 +156,7 @@ def _answers(
     begun = count_from(0, settings.batch_size * context.mesh.sizes.data)  # prompts before each batch
 
     def count(section: str, **details: Any) -> None:
-        beat(section, rows=(next(begun), len(prompts)), **limits)
+        beat(section, rows=(next(begun), len(prompts)), **details)
 
     return generate(context.backend, context.mesh, context.ranks, prompts, settings, count)
 

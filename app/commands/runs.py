@@ -413,6 +413,8 @@ def export_verb(
     averaged: bool,
     output: Path | None,
     dtype: str | None,
+    gguf: str | None,
+    llama_cpp: Path | None,
     runs_dir: Path,
     as_json: bool,
 ) -> int:
@@ -420,7 +422,14 @@ def export_verb(
     run = find_run(name, runs_dir)
     try:
         exported: actions.Exported | None = actions.export(
-            run, checkpoint, merged=merged, output=output, dtype=dtype, averaged=averaged
+            run,
+            checkpoint,
+            merged=merged,
+            output=output,
+            dtype=dtype,
+            averaged=averaged,
+            gguf=gguf,
+            llama_cpp=llama_cpp,
         )
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")
@@ -434,10 +443,12 @@ def export_verb(
             "export_dir": str(exported.folder) if exported else None,
             "dtype": exported.dtype if exported else None,
             "loss_difference": exported.loss_difference if exported else None,
+            "gguf": exported.gguf if exported else [],
         }
         report_json(document)
     elif exported:
-        say(exported.check)
+        for line in (exported.check, *(file["text"] for file in exported.gguf)):
+            say(line)
         report(str(exported.folder))
     return 0 if exported else 1
 

@@ -25,6 +25,7 @@ from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import config_values, list_runs, run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
 from app.runs.state import queue
+from trainers.config.gguf_types import gguf_request
 from trainers.config.mistakes import ConfigError
 from trainers.config.optimizer_options import SCHEDULE_FREE
 from trainers.config.options import TrainConfig
@@ -45,6 +46,7 @@ class Exported(NamedTuple):
         dtype: dtype of the weights.
         loss_difference: difference between the loss of the reloaded export and the trainer's; None if not compared.
         check: a line about this comparison.
+        gguf: the GGUF files: `name`, `type`, `loss`, `difference` from the trainer's, and a line of `text` about each.
     """
 
     folder: Path
@@ -52,6 +54,7 @@ class Exported(NamedTuple):
     dtype: str
     loss_difference: float | None
     check: str
+    gguf: list[dict[str, Any]]
 
 
 class ExportFailed(RuntimeError):
@@ -275,6 +278,8 @@ def export(
     output: Path | None = None,
     dtype: str | None = None,
     averaged: bool = False,
+    gguf: str | None = None,
+    llama_cpp: Path | None = None,
 ) -> Exported:
     """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
 
@@ -285,6 +290,8 @@ def export(
         output: a new folder; default: `export-KIND` in the run folder.
         dtype: dtype of the weights, such as `bfloat16`; default: the run's `export_dtype`.
         averaged: whether to export the moving average of the weights.
+        gguf: types of GGUF files to write beside it, with commas between them.
+        llama_cpp: folder of the source of llama.cpp, whose converter writes them.
 
     Raises:
         ConfigError: for an invalid request.
@@ -305,12 +312,18 @@ def export(
     if kind == "adapter" and config.init_lora_weights == "pissa" and dtype not in (None, "float32"):
         problem = "would round away the difference from the base, with init_lora_weights=pissa"
         raise ConfigError.about("--dtype", dtype, problem, "leave it out, or export it --merged")
+    request = gguf_request(gguf, llama_cpp)
+    if request and kind == "adapter":
+        problem = f"needs full weights, and run {run.id} trained an adapter"
+        raise ConfigError.about("--gguf", gguf, problem, "add --merged, which merges it into the base model")
     target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
     if output:
         _refuse_target(target)
     args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
     args += [*(["--checkpoint", checkpoint] if checkpoint else []), *(["--ema"] if averaged else [])]
-    argv = module_argv("trainers.checkpoint.export", [*args, *(["--dtype", dtype] if dtype else [])])
+    args += ["--dtype", dtype] if dtype else []
+    args += ["--gguf", ",".join(request.types), "--llama_cpp", str(request.llama_cpp)] if request else []
+    argv = module_argv("trainers.checkpoint.export", args)
     status, printed, errors = run_program(argv, module_environment(), cwd=ROOT)
     lines = [line for line in errors.splitlines() if line.strip()]
     if status == 2:
@@ -318,7 +331,7 @@ def export(
     if status != 0:
         raise ExportFailed(lines[-1] if lines else f"exit status {status}")
     facts = json.loads(printed.splitlines()[-1])
-    return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"])
+    return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"], facts["gguf"])
 
 
 def _refuse_target(target: Path) -> None:

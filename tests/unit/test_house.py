@@ -34,6 +34,7 @@ FLOORS = (
         "app.commands",
         "app.cli_runs",
         "app.cli_sweep",
+        "app.cli_export",
         "app.cli",
         "ui",
     ),

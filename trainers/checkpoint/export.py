@@ -1,6 +1,7 @@
 """Exports weights in the formats of transformers and peft: adapter, merged or full, with tokenizer and model card.
 
-`python -m trainers.checkpoint.export --run RUN --output DIR --kind KIND [--checkpoint NAME]` exports again.
+`python -m trainers.checkpoint.export --run RUN --output DIR --kind KIND [--checkpoint NAME]` exports again, with
+`--gguf TYPES --llama_cpp DIR` also as GGUF files.
 KIND is adapter, merged or full.
 """
 
@@ -34,9 +35,12 @@ from trainers.checkpoint.export_check import (
     sample,
     trainer_loss,
 )
+from trainers.checkpoint.gguf import check_gguf, write_gguf
+from trainers.checkpoint.gguf_file import SUFFIX, gguf_section
 from trainers.checkpoint.loading_code import loading_code
 from trainers.checkpoint.scratch import Scratch, map_weights
 from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
+from trainers.config.gguf_types import GgufRequest, gguf_request
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
@@ -60,7 +64,7 @@ from trainers.run.errors import TrainingError
 from trainers.run.folder import RunFolder, export_name, read_json, write_json
 from trainers.run.lineage import EXPORT_RECORD, export_record
 from trainers.run.manifest import read_manifest, sha256, sync, verify
-from trainers.run.model_card import History, history_of, hub_id, model_card
+from trainers.run.model_card import History, card_title, history_of, hub_id, model_card
 from trainers.run.record import RunRecord
 
 SHARD_SIZE = "5GB"
@@ -81,7 +85,7 @@ def export_seconds(folder: Path, config: TrainConfig) -> float:
 
 def export_checkpoint(
     folder: Path, config: TrainConfig, target: Path, kind: str, results: dict[str, Any], record: RunRecord | None,
-    averaged: bool = False, again: Mapping[str, Any] | None = None,
+    averaged: bool = False, again: Mapping[str, Any] | None = None, gguf: GgufRequest | None = None,
 ) -> LoadedBack:  # fmt: skip
     """Exports the weights of a checkpoint that any strategy may have written. Every export goes through here.
 
@@ -97,15 +101,17 @@ def export_checkpoint(
         target, kind, results, record: see `export`.
         averaged: whether to export the moving average of the weights.
         again: how to repeat what the run does not export by itself: parts of `History`.
+        gguf: GGUF files to write beside it.
 
     Raises:
         TrainingError: if the export, loaded back, is not the model that was trained.
+        ConfigError: if llama.cpp cannot write those files of this model.
     """
     manifest = read_manifest(folder)
     history = replace(history_of(RunFolder(folder.parent.parent), manifest, averaged), **(again or {}))
     described, config = saved_config(config, manifest), saved_config(config, manifest, FREE)
     build = partial(_trained, folder, config, averaged)
-    return export(build, config, target, kind, results, record, history, described)
+    return export(build, config, target, kind, results, record, history, described, gguf)
 
 
 def _trained(folder: Path, config: TrainConfig, averaged: bool, scratch: Scratch) -> nn.Module:
@@ -128,6 +134,7 @@ def export(
     record: RunRecord | None = None,
     history: History | None = None,
     described: TrainConfig | None = None,
+    gguf: GgufRequest | None = None,
 ) -> LoadedBack:
     """Writes a model folder atomically, and checks it by loading it back.
 
@@ -141,9 +148,10 @@ def export(
             target is elsewhere, where it must be new or empty.
         history: how the weights came to be, for the model card; None if unknown.
         described: the config for the model card and the record; None for `config`.
+        gguf: GGUF files to write beside it, which are published with it.
 
     Raises:
-        ConfigError: if the target contains files that the run did not write.
+        ConfigError: if the target contains files that the run did not write, or llama.cpp does not know the model.
         TrainingError: if the loss of the export differs from the trainer's; its folder is then `<target>-failed`.
     """
     if record is not None:
@@ -157,17 +165,26 @@ def export(
         history = _with_revision(history or History(), config)
         its_config = described or config
         card = partial(model_card, its_config, kind, results, loading_code(its_config, kind), history)
+        if gguf is not None:
+            check_gguf(gguf, config, tokenizer, temporary)
         probes = sample(config, tokenizer, card())
         expected = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, dtype)
-        weights = {path.name: (path.stat().st_size, sha256(path)) for path in temporary.glob("*.safetensors")}
-        (temporary / "README.md").write_text(card(str(checked), weights), encoding="utf-8")
-        files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-        stated = export_record(plain(its_config), history.stages, weights, [*files, EXPORT_RECORD], checked.verdict)
+        if gguf is not None and not checked.failed:
+            title, loss = card_title(its_config, history), expected.loss + expected.rounding
+            files = write_gguf(temporary, gguf, config, tokenizer, dtype, title, probes, loss)
+            checked = replace(checked, gguf=tuple(files))
+        large = [path for suffix in (".safetensors", SUFFIX) for path in temporary.glob(f"*{suffix}")]
+        weights = {path.name: (path.stat().st_size, sha256(path)) for path in large}
+        text = card(str(checked), weights, gguf_section(checked.gguf))
+        (temporary / "README.md").write_text(text, encoding="utf-8")
+        names = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
+        stated = export_record(plain(its_config), history.stages, weights, [*names, EXPORT_RECORD], checked.verdict)
+        stated |= {"gguf": [file.as_json() for file in checked.gguf]} if checked.gguf else {}
         write_json(temporary / EXPORT_RECORD, stated)
         for path in [*temporary.rglob("*"), temporary]:
             sync(path)
-        print(checked, flush=True)
+        print(checked, *checked.gguf, sep="\n", flush=True)
         final = _failed(target, record) if checked.failed else target
         if record is not None:
             record.publish(temporary, final.name)
@@ -343,10 +360,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--checkpoint", help="name of one of the run's checkpoints; default: the newest")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the run's option")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    parser.add_argument("--gguf", help="types of GGUF files to write too, such as f16,q4_k_m")
+    parser.add_argument("--llama_cpp", type=Path, help="folder of the source of llama.cpp")
     arguments = parser.parse_args(argv)
     run, output = RunFolder(arguments.run), Path(arguments.output)
     try:
-        export_again(run, output, arguments.kind, arguments.checkpoint, arguments.dtype, arguments.ema)
+        gguf = gguf_request(arguments.gguf, arguments.llama_cpp)
+        export_again(run, output, arguments.kind, arguments.checkpoint, arguments.dtype, arguments.ema, gguf)
     except ConfigError as error:
         print("\n".join(error.lines), file=sys.stderr)
         print(json.dumps({"mistakes": error.as_json()}), flush=True)
@@ -358,8 +378,9 @@ def main(argv: list[str]) -> int:
 
 
 def export_again(
-    run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None, averaged: bool = False
-) -> None:
+    run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None, averaged: bool = False,
+    gguf: GgufRequest | None = None,
+) -> None:  # fmt: skip
     """Exports the weights of a checkpoint of a run.
 
     Args:
@@ -369,6 +390,7 @@ def export_again(
         checkpoint: its name; None for the one that the run itself would export.
         dtype: dtype of the weights; None for the run's `export_dtype`.
         averaged: export the moving average of the weights.
+        gguf: GGUF files to write beside it.
 
     Raises:
         TrainingError: if the export is not the model that was trained.
@@ -393,22 +415,27 @@ def export_again(
         record = run.record if is_own else None
         results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
         is_result = folder.name == _chosen(run, names, config) and kind == export_kind(config) and not averaged
-        again = {} if is_result and dtype is None else _repeated(run, manifest["step"], kind, dtype, averaged)
-        checked = export_checkpoint(folder, config, target, kind, results, record, averaged, again)
+        is_same = is_result and dtype is None and gguf is None
+        again = {} if is_same else _repeated(run, manifest["step"], kind, dtype, averaged, gguf)
+        checked = export_checkpoint(folder, config, target, kind, results, record, averaged, again, gguf)
     except ConfigError:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
-    facts = {"dtype": checked.dtype, "loss_difference": checked.difference, "check": str(checked)}
+    facts: dict[str, Any] = {"dtype": checked.dtype, "loss_difference": checked.difference, "check": str(checked)}
+    facts |= {"gguf": [{**file.as_json(), "text": str(file)} for file in checked.gguf]}
     print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"], **facts}))
 
 
-def _repeated(run: RunFolder, step: int, kind: str, dtype: str | None, averaged: bool) -> dict[str, Any]:
+def _repeated(
+    run: RunFolder, step: int, kind: str, dtype: str | None, averaged: bool, gguf: GgufRequest | None
+) -> dict[str, Any]:
     """The parts of `History` that say how to repeat an export that a run does not write by itself."""
     total = (run.read_state() or {}).get("total_steps")
     line = ["--checkpoint", f"step-{step:08d}", *(["--merged"] if kind == "merged" else [])]
     line += ["--ema"] if averaged else []
     line += ["--dtype", dtype] if dtype else []
+    line += ["--gguf", ",".join(gguf.types), "--llama_cpp", "llama.cpp"] if gguf else []
     return {"stop_at_step": step if isinstance(total, int) and step < total else None, "export": line}
 
 

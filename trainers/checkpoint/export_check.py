@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
+from trainers.checkpoint.gguf_file import GgufFile
 from trainers.checkpoint.scratch import Scratch
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
@@ -85,6 +86,7 @@ class LoadedBack:
         scores: whether the losses are mean scores, and `tokens` the number of scored documents.
         texts: greedy tokens of the trainer's model and of the export; None if they were not compared. Rounding to
             `dtype` may change them, so that a difference is no failure.
+        gguf: the GGUF files that were written beside it.
     """
 
     dtype: str
@@ -97,6 +99,7 @@ class LoadedBack:
     skipped: bool = False
     scores: bool = False
     texts: tuple[list[int], list[int]] | None = None
+    gguf: tuple[GgufFile, ...] = ()
 
     @property
     def difference(self) -> float | None:

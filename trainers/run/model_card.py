@@ -275,6 +275,11 @@ def data_names(config: TrainConfig, history: History) -> list[str]:
         return [config.mix]
 
 
+def card_title(config: TrainConfig, history: History) -> str:
+    """The name of the model."""
+    return config.run_name or config.preset or PurePath(first_base(config, history)).name
+
+
 def model_card(
     config: TrainConfig,
     kind: str,
@@ -283,6 +288,7 @@ def model_card(
     history: History,
     checked: str = "",
     weights: Mapping[str, tuple[int, str]] | None = None,
+    gguf: str = "",
 ) -> str:
     """Writes the model card.
 
@@ -294,8 +300,9 @@ def model_card(
         history: How the weights came to be.
         checked: The result of loading the export back.
         weights: Bytes and sha256 of each weight file.
+        gguf: The section about GGUF files.
     """
-    title = config.run_name or config.preset or PurePath(first_base(config, history)).name
+    title = card_title(config, history)
     data = ", ".join(f"`{public(name)}`" for name in data_names(config, history))
     sections = [
         f"---\n{as_yaml(front_matter(config, kind, history)).strip()}\n---",
@@ -306,6 +313,7 @@ def model_card(
         f"```python\n{code}\n```",
         "## Results\n\n" + _results(results, history),
         checked[:1].upper() + checked[1:],
+        gguf,
         _files(weights or {}),
         "## Options\n\nThose that differ from the defaults; the file `tunesmith.json` has all of them.\n\n"
         f"```yaml\n{as_yaml(changed_options(config)).strip()}\n```",
