@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from app.command_line import Args
 from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
 from app.eval.plan import EVAL, make_plan
@@ -29,20 +31,51 @@ def eval_verb(argv: Sequence[str]) -> int:
     args = EVAL.read(argv)
     if args is None:
         return 0
+    status, document = _evaluate(args, argv, "quiet" in args.switches)
+    if "json" in args.switches:
+        report_json(document)
+    else:
+        _show(document)
+    return status
+
+
+def evaluate(argv: Sequence[str], quiet: bool, show: bool) -> tuple[int, dict[str, Any]]:
+    """Evaluates models for another verb.
+
+    Args:
+        argv: The command line of `tunesmith eval`.
+        quiet: Show only warnings while it runs.
+        show: Print the comparison.
+
+    Returns:
+        The exit status and the JSON document of `tunesmith eval`.
+
+    Raises:
+        ConfigError: See `eval_verb`.
+    """
+    args = EVAL.read(argv)
+    assert args is not None, "asks for help"
+    status, document = _evaluate(args, argv, quiet)
+    if show:
+        _show(document)
+    return status, document
+
+
+def _evaluate(args: Args, argv: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
     plan = make_plan(args)
-    study = Study(plan, "quiet" in args.switches)
+    study = Study(plan, quiet)
     study.run()
     document = _compared(study) if study.rows else dict(_NOTHING)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
                  "command": ["tunesmith", "eval", *argv]}  # fmt: skip
     if plan.folder.is_dir():
         write_json(plan.folder / "report.json", document)
-    if "json" in args.switches:
-        report_json(document)
-    else:
-        print_comparison(document)
-        report(f"\nreport {plan.folder / 'report.json'}")
-    return 130 if study.interrupted else 1 if study.failed else 0
+    return 130 if study.interrupted else 1 if study.failed else 0, document
+
+
+def _show(document: dict[str, Any]) -> None:
+    print_comparison(document)
+    report(f"\nreport {Path(document['report_dir']) / 'report.json'}")
 
 
 def _compared(study: Study) -> dict[str, Any]:

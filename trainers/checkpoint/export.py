@@ -156,7 +156,7 @@ def export(
         files = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
         stated = export_record(
             _recorded(its_config, history), history.stages, weights, [*files, EXPORT_RECORD], checked.verdict,
-            history.base, history.merge and history.merge.as_json(),
+            history.base, history.merge.as_json() if history.merge else None,
         )  # fmt: skip
         write_json(temporary / EXPORT_RECORD, stated)
         for path in [*temporary.rglob("*"), temporary]:
@@ -170,7 +170,8 @@ def export(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     if checked.failed and history.merge is not None:
-        raise TrainingError(f"{checked}; it is not the merged model" + ("" if dtype == torch.float32 else "; try --dtype float32"))
+        remedy = "" if dtype == torch.float32 else "; try --dtype float32"
+        raise TrainingError(f"{checked}; it is not the merged model{remedy}")
     if checked.failed:
         raise TrainingError(
             f"{checked}; it is not the trained model, and was left in {final.name}; the checkpoint is kept, so "

@@ -14,6 +14,8 @@ from typing import Any
 
 from trainers.run.lineage import MERGE, Stage
 
+REQUEST, RESULT = "request.json", "result"
+"""File with the request and folder of the result, in the folder that the program works in."""
 LINEAR, CAT = "linear", "cat"
 METHODS: Mapping[str, str] = {
     LINEAR: "the weighted sum; of adapters, of their factors A and B, so that the product has mixed terms too",

@@ -30,7 +30,7 @@ from trainers.run.folder import RunFolder
 from trainers.run.json_file import parse_json
 from trainers.run.lineage import Stage, as_stages, in_words, stages_of
 from trainers.run.log import without_secrets
-from trainers.run.merging import METHODS, Merge
+from trainers.run.merging import CAT, METHODS, Merge
 from trainers.strategy.strategy import load_strategy, strategy_names
 
 _PRIVATE = frozenset({
@@ -334,7 +334,7 @@ def _merge_card(
         _merged_models(merge),
         f"```python\n{code}\n```",
         checked[:1].upper() + checked[1:],
-        "" if merge.deviation is None else "The updates of the result differ from the exact weighted sum of the "
+        "" if merge.deviation is None or merge.method == CAT else "The updates of the result differ from the exact weighted sum of the "
         f"models' updates by {merge.deviation:.2g} of its norm.",
         _files(weights),
         _environment(history),
@@ -348,17 +348,21 @@ def _merged_models(merge: Merge) -> str:
     """The merged models as a table."""
     lines = ["## Merged models", "", "| model | weight | trained | weights (sha256) |", "|---|---|---|---|"]
     for model in merge.models:
-        stages = [replace(stage, run=public(stage.run), data=public(stage.data)) for stage in as_stages(model["stages"])]
+        stages = [_public_stage(stage) for stage in as_stages(model["stages"])]
         digests = ", ".join(f"{name} `{digest}`" for name, digest in model["files"].items())
         lines.append(f"| {public(model['name'])} | {model['weight']:g} | {in_words(stages)} | {digests} |")
     return "\n".join(lines)
+
+
+def _public_stage(stage: Stage) -> Stage:
+    return replace(stage, run=public(stage.run), data=public(stage.data))
 
 
 def _order(stages: Sequence[Stage]) -> str:
     """The stages of training, if there are several."""
     if len(stages) < 2:
         return ""
-    listed = [replace(stage, run=public(stage.run), data=public(stage.data)) for stage in stages]
+    listed = [_public_stage(stage) for stage in stages]
     lines = "\n".join(f"{number}. {stage}" for number, stage in enumerate(listed, 1))
     return f"Trained in {len(stages)} stages, each from the result of the one before:\n\n{lines}"
 

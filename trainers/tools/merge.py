@@ -1,7 +1,7 @@
 """The program behind `tunesmith merge`: `python -m trainers.tools.merge FOLDER`.
 
-FOLDER has the file `request.json` (see `MergeRequest`); the result is written to its subfolder `result`. On stdout comes
-one JSON document: the facts about the result, or `mistakes`, with exit status 2.
+FOLDER has the file `request.json` (see `MergeRequest`); the result is written to its subfolder `result`.
+The last line on stdout is a JSON document: the facts about the result, or `mistakes`, with exit status 2.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from trainers.run.from_run import ADAPTER_CONFIG, Source, resolve_request
 from trainers.run.json_file import load_json
 from trainers.run.lineage import EXPORT_RECORD, base_of, read_export
 from trainers.run.manifest import sha256
-from trainers.run.merging import Merge, MergeRequest, draws, merge_stage
+from trainers.run.merging import REQUEST, RESULT, Merge, MergeRequest, draws, merge_stage
 from trainers.run.model_card import History
 from trainers.tools.merge_weights import build_merged, load_config
-
-REQUEST, RESULT = "request.json", "result"
 
 
 def merge(request: MergeRequest, work: Path) -> dict[str, Any]:

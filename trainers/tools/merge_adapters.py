@@ -21,7 +21,7 @@ from trainers.model.load import load_model_config, model_path
 from trainers.model.probe import in_one_line
 from trainers.model.scalar_head import model_family
 from trainers.model.stored import without_memory
-from trainers.run.from_run import ADAPTER_WEIGHTS
+from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from trainers.run.merging import CAT, FACTOR_METHODS, LINEAR, RANK_METHODS, MergeRequest
 from trainers.tools.merge_weights import refuse_not_finite
 
@@ -29,6 +29,14 @@ RESULT = "merged"
 """Name of the merged adapter, and of the folder that peft writes it to."""
 _EXACT = 1e-6
 """Largest relative difference of `cat` from the weighted sum of the updates, in fp32."""
+_UNMERGEABLE = {
+    "use_dora": "the magnitudes of DoRA are no sum",
+    "modules_to_save": "peft merges no modules that are trained in full beside the adapter",
+    "trainable_token_indices": "peft merges no trained tokens",
+    "target_parameters": "peft merges no adapters of parameters, such as those of experts",
+    "exclude_modules": "the modules that the result adapts would be those of the first model",
+}
+"""Settings of an adapter that peft's `add_weighted_adapter` refuses, or drops silently."""
 
 
 def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> tuple[Path, int, float | None]:
@@ -69,7 +77,9 @@ def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> 
                     svd_rank=request.rank, svd_full_matrices=False, density=request.density,
                 )  # fmt: skip
             except Exception as error:  # peft raises errors of any kind
-                raise ConfigError(f"peft cannot merge these adapters with {request.method}: {in_one_line(error)}") from None
+                raise ConfigError(
+                    f"peft cannot merge these adapters with {request.method}: {in_one_line(error)}"
+                ) from None
         for name, weight in merged.named_parameters():
             if f".{RESULT}" in name:
                 refuse_not_finite(weight, f"{name} of the result")
@@ -85,9 +95,13 @@ def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> 
 def _check_files(folder: Path, name: str, config: TrainConfig) -> None:
     """Raises ConfigError for an adapter that cannot be read, or whose weights are not finite."""
     try:
-        Adapter.read(folder, model_path(config))
+        settings = Adapter.read(folder, model_path(config)).settings
     except (ValueError, OSError) as error:
         raise ConfigError(f"{name}: {error}") from None
+    for option, reason in _UNMERGEABLE.items():
+        if value := getattr(settings, option, None):
+            problem = f"{name} has {option}={str(value)[:80]} in its {ADAPTER_CONFIG}: {reason}"
+            raise ConfigError(f"{problem}; merge full weights instead, which `tunesmith export RUN --merged` writes")
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
         for tensor in tensors.keys():  # noqa: SIM118
             refuse_not_finite(tensors.get_tensor(tensor), f"{tensor} of {name}")

@@ -1,0 +1,253 @@
+"""Merged weights are what peft's own functions make of them, and what cannot be merged is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import merge_utils
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from app.push.files import read_for_push
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED
+from trainers.embedded import BASE_DIR
+from trainers.run.lineage import read_export
+from trainers.run.merging import MergedModel, MergeRequest
+from trainers.tools.merge import merge
+from trainers.tools.merge_weights import seed_of
+
+IDS = torch.arange(3, 40)[None]
+
+
+def add_tokenizer(folder: Path) -> Path:
+    for path in [*BASE_DIR.glob("tokenizer*"), BASE_DIR / "chat_template.jinja"]:
+        shutil.copy(path, folder)
+    return folder
+
+
+def full(folder: Path, seed: int, dtype: torch.dtype = torch.float32) -> Path:
+    """The embedded model with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += (torch.randn(weight.shape, generator=generator) * 0.02).to(dtype)
+    model.save_pretrained(folder)
+    return add_tokenizer(folder)
+
+
+def adapter(folder: Path, seed: int, **settings: Any) -> Path:
+    """An adapter of the embedded model as peft saves it."""
+    chosen = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **settings}
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(BASE_DIR), LoraConfig(**chosen))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`f1` and `f2` of full weights, `h1` and `h2` in bf16, `a1` and `a2`, adapters of equal ranks, `a3` of another."""
+    root = tmp_path_factory.mktemp("models")
+    for number in (1, 2):
+        full(root / f"f{number}", number)
+        full(root / f"h{number}", number, torch.bfloat16)
+        adapter(root / f"a{number}", number)
+    adapter(root / "a3", 3, r=8, target_modules=["q_proj", "down_proj"], use_rslora=True)
+    return root
+
+
+def request(folders: Sequence[Path], method: str, weights: Sequence[float], **options: Any) -> MergeRequest:
+    is_adapter = (folders[0] / "adapter_config.json").is_file()
+    parts = [MergedModel(folder.name, str(folder), weight) for folder, weight in zip(folders, weights, strict=True)]
+    return MergeRequest(parts, method, is_adapter, **{"base": EMBEDDED, **options})
+
+
+def merged(work: Path, *args: Any, **options: Any) -> Path:
+    work.mkdir(exist_ok=True)
+    merge(request(*args, **options), work)
+    return work / "result"
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("kind", ["f", "h"])
+def test_linear_full_weights_are_the_sum_in_fp64_rounded_once(kind: str, models: Path, tmp_path: Path) -> None:
+    folders, weights = [models / f"{kind}1", models / f"{kind}2"], [0.3, 0.7]
+    result = tensors(merged(tmp_path / "w", folders, "linear", weights))
+    one, two = (tensors(folder) for folder in folders)
+    assert result.keys() == one.keys()
+    differs = False
+    for name, value in result.items():
+        wanted = (one[name].double() * 0.3 + two[name].double() * 0.7).to(one[name].dtype)
+        assert torch.equal(value, wanted), name
+        differs = differs or not torch.equal(value, one[name] * 0.3 + two[name] * 0.7)
+    assert differs, "control: summed in the dtype of the files, it is rounded several times"
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties"])
+def test_differences_of_full_weights_are_merged_by_peft(method: str, models: Path, tmp_path: Path) -> None:
+    folders, options = [models / "f1", models / "f2"], {"density": 0.4, "seed": 5, "needs_base": True}
+    result = tensors(merged(tmp_path / "w", folders, method, [1.0, 0.5], **options))
+    base, every = tensors(BASE_DIR), [tensors(folder) for folder in folders]
+    for name, value in result.items():
+        torch.manual_seed(seed_of(5, name))
+        differences = [each[name] - base[name].float() for each in every]
+        wanted = getattr(merge_utils, method)(differences, torch.tensor([1.0, 0.5]), 0.4) + base[name].float()
+        assert torch.equal(value, wanted), name
+    if method == "dare_linear":
+        again = tensors(merged(tmp_path / "again", folders, method, [1.0, 0.5], **options))
+        other = tensors(merged(tmp_path / "other", folders, method, [1.0, 0.5], **{**options, "seed": 6}))
+        assert all(torch.equal(again[name], value) for name, value in result.items())
+        assert any(not torch.equal(other[name], value) for name, value in result.items()), "control"
+
+
+def test_weights_that_do_not_add_up_to_one_scale_the_differences_from_the_base(models: Path, tmp_path: Path) -> None:
+    result = tensors(merged(tmp_path / "w", [models / "f1", models / "f2"], "linear", [1.0, 1.0], needs_base=True))
+    base, one, two = tensors(BASE_DIR), tensors(models / "f1"), tensors(models / "f2")
+    for name, value in result.items():
+        wanted = one[name].double() + two[name].double() - base[name].double()
+        torch.testing.assert_close(value.double(), wanted, rtol=1e-6, atol=1e-7)
+        assert not torch.allclose(value, one[name] + two[name]), "control: without the base"
+
+
+@torch.no_grad()
+def logits_of(model: Any) -> torch.Tensor:
+    return model.eval()(IDS).logits  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def summed(folders: Sequence[Path], weights: Sequence[float]) -> Any:
+    """The embedded model plus the weighted sum of the updates, computed from the files."""
+    model = AutoModelForCausalLM.from_pretrained(BASE_DIR)
+    parameters = dict(model.named_parameters())
+    for folder, weight in zip(folders, weights, strict=True):
+        settings, factors = json.loads((folder / "adapter_config.json").read_text()), tensors(folder)
+        scale = settings["lora_alpha"] / (settings["r"] ** (0.5 if settings["use_rslora"] else 1))
+        for name in [name for name in factors if "lora_A" in name]:
+            target = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+            parameters[target] += weight * scale * factors[name.replace("lora_A", "lora_B")] @ factors[name]
+    return model
+
+
+def test_cat_is_the_exact_sum_of_the_updates_in_stock_peft(models: Path, tmp_path: Path) -> None:
+    """With other ranks, other modules and rsLoRA, whose scale peft would apply to the result once more."""
+    folders, weights = [models / "a1", models / "a3"], [0.5, -0.25]
+    result = merged(tmp_path / "w", folders, "cat", weights)
+    assert json.loads((result / "adapter_config.json").read_text())["r"] == 12
+    loaded = logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE_DIR), str(result)))
+    torch.testing.assert_close(loaded, logits_of(summed(folders, weights)), rtol=1e-4, atol=1e-4)
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE_DIR), str(folders[1]), "one")
+    stock.load_adapter(str(folders[0]), "two")
+    stock.add_weighted_adapter(["one", "two"], [-0.25, 0.5], "sum", combination_type="cat")
+    stock.set_adapter("sum")
+    assert (logits_of(stock) - loaded).abs().max() > 1e-2, "control: peft alone, the rsLoRA adapter first"
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("linear", {}), ("svd", {"rank": 3}), ("dare_ties_svd", {"density": 0.5}), ("ties", {"density": 0.5}),
+     pytest.param("dare_linear", {"density": 0.5}, marks=pytest.mark.long)],
+)  # fmt: skip
+def test_adapters_are_merged_by_peft(method: str, options: dict[str, Any], models: Path, tmp_path: Path) -> None:
+    result = merged(tmp_path / "w", [models / "a1", models / "a2"], method, [0.5, 0.25], seed=3, **options)
+    stock = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE_DIR), str(models / "a1"), "one")
+    stock.load_adapter(str(models / "a2"), "two")
+    torch.manual_seed(3)
+    stock.add_weighted_adapter(["one", "two"], [0.5, 0.25], "sum", combination_type=method,
+                               svd_rank=options.get("rank"), density=options.get("density"))  # fmt: skip
+    stock.set_adapter("sum")
+    wanted = logits_of(stock)
+    loaded = logits_of(PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE_DIR), str(result)))
+    torch.testing.assert_close(loaded, wanted, rtol=1e-4, atol=1e-4)
+    exact = logits_of(summed([models / "a1", models / "a2"], [0.5, 0.25]))
+    assert (loaded - exact).abs().max() > 1e-2, "control: another method would be seen"
+
+
+def test_linear_of_factors_says_how_far_it_is_from_the_sum(models: Path, tmp_path: Path) -> None:
+    """The mean of A and of B, each for itself, is another adapter than the mean of BA."""
+    folders = [models / "a1", models / "a2"]
+    (tmp_path / "w").mkdir()
+    facts = merge(request(folders, "linear", [0.5, 0.5]), tmp_path / "w")
+    assert facts["deviation"] > 0.5
+    result, total, apart = tensors(tmp_path / "w" / "result"), 0.0, 0.0
+    one, two = (tensors(folder) for folder in folders)
+    for name in [name for name in result if "lora_A" in name]:
+        other = name.replace("lora_A", "lora_B")
+        exact = one[other] @ one[name] + two[other] @ two[name]  # 0.5 of each, times the scale of 8/4
+        total, apart = total + exact.norm() ** 2, apart + (result[other] @ result[name] - exact).norm() ** 2
+    assert facts["deviation"] == pytest.approx(float(apart / total) ** 0.5, rel=1e-4)
+
+
+def test_the_result_says_how_it_was_merged(models: Path, tmp_path: Path) -> None:
+    result = merged(tmp_path / "w", [models / "a1", models / "a2"], "dare_linear_svd", [0.5, 0.5], density=0.5, seed=9,
+                    title="both", command=["tunesmith", "merge", "/secret/place/a1", "a2"])  # fmt: skip
+    record = json.loads((result / "tunesmith.json").read_text())
+    assert record["merge"]["seed"] == 9
+    assert [model["name"] for model in record["merge"]["models"]] == ["a1", "a2"]
+    assert all(len(digest) == 64 for model in record["merge"]["models"] for digest in model["files"].values())
+    assert record["checked"] == "passed"
+    assert str(read_export(result)[1][0]) == "both (a merge of a1 + a2, method=dare_linear_svd)"
+    card = (result / "README.md").read_text()
+    assert "merged with Tunesmith from those of 2 models, by the method `dare_linear_svd`" in card
+    assert "/secret" not in card
+    assert "density 0.5, seed 9, rank 4" in card
+    assert "adapter_model.safetensors" in read_for_push(result).files
+
+
+def changed(folder: Path, source: Path, file: str, **values: Any) -> Path:
+    """A copy of a model with other values in a JSON file."""
+    shutil.copytree(source, folder)
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    return folder
+
+
+def spoiled(folder: Path, source: Path, value: float) -> Path:
+    """A copy of a model with one other value."""
+    shutil.copytree(source, folder)
+    path = next(folder.glob("*.safetensors"))
+    content = load_file(path)
+    name = sorted(content)[0]
+    content[name].view(-1)[0] = value
+    save_file(content, path, {"format": "pt"})
+    return folder
+
+
+def test_what_cannot_be_merged_is_refused_by_name(models: Path, tmp_path: Path) -> None:
+    cases = [
+        ([models / "f1", spoiled(tmp_path / "nan", models / "f2", float("nan"))], "linear", r"of nan has .* not finite"),
+        ([models / "a1", spoiled(tmp_path / "inf", models / "a2", float("inf"))], "cat", r"of inf has .* not finite"),
+        ([models / "a1", models / "a3"], "linear", r"needs equal ranks.* rank 4 in a1, 8 in a3; use --method cat"),
+        ([models / "f1", changed(tmp_path / "eps", models / "f2", "config.json", rms_norm_eps=0.5)], "linear",
+         r"eps has rms_norm_eps=0.5 in its config.json, and f1 has"),
+        ([models / "f1", changed(tmp_path / "wide", models / "f2", "config.json", tie_word_embeddings=False)], "linear",
+         "tie_word_embeddings=False"),
+        ([models / "a1", adapter(tmp_path / "dora", 4, use_dora=True)], "cat", "dora has use_dora=True"),
+        ([models / "a1", adapter(tmp_path / "saved", 4, modules_to_save=["lm_head"])], "cat",
+         r"saved has modules_to_save=.* `tunesmith export RUN --merged`"),
+        ([models / "a1", models / "a2"], "svd", "rank=4096 is larger than"),
+    ]  # fmt: skip
+    for number, (folders, method, message) in enumerate(cases):
+        work = tmp_path / f"w{number}"
+        work.mkdir()
+        with pytest.raises(ConfigError, match=message):
+            merge(request(folders, method, [0.5, 0.5], rank=4096 if method == "svd" else None), work)
+        assert not (work / "result").exists()
+    (tmp_path / "nan" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ConfigError, match="nan has another chat template than f1"):
+        merge(request([models / "f1", tmp_path / "nan"], "linear", [0.5, 0.5]), tmp_path)
