@@ -325,6 +325,10 @@ def _merge_card(
     facts = [f"density {merge.density:g}"] if merge.density is not None else []
     facts += [f"seed {merge.seed}"] if merge.seed is not None else []
     facts += [f"rank {merge.rank}"] if merge.rank is not None else []
+    apart = "" if merge.deviation is None or merge.method == CAT else (
+        "The updates of the result differ from the exact weighted sum of the models' updates by "
+        f"{merge.deviation:.2g} of its norm."
+    )  # fmt: skip
     how = f"`{merge.method}` ({METHODS[merge.method]})" + "".join(f", {fact}" for fact in facts)
     sections = [
         f"---\n{as_yaml(front_matter(config, kind, history)).strip()}\n---",
@@ -334,8 +338,7 @@ def _merge_card(
         _merged_models(merge),
         f"```python\n{code}\n```",
         checked[:1].upper() + checked[1:],
-        "" if merge.deviation is None or merge.method == CAT else "The updates of the result differ from the exact weighted sum of the "
-        f"models' updates by {merge.deviation:.2g} of its norm.",
+        apart,
         _files(weights),
         _environment(history),
         "## To repeat it\n\nA path is named by its last part only.\n\n```\n"
