@@ -229,7 +229,7 @@ def _checkpoints(text: str, run: RunFolder) -> list[str]:
         names = [f"step-{int(part):08d}" if part.isascii() and part.isdigit() and len(part) < 9 else part
                  for part in parts]  # fmt: skip
         short = not set(names) <= set(present)
-    if short or len(names) < 2:
+    if short or len(set(names)) < 2:
         problem = f": run {run.id} has the checkpoints {listed}" if short else "names fewer than two checkpoints"
         raise ConfigError.about("--checkpoints", shortened(text), problem, "write last:3, all, or steps such as "
                                 "100,200; --save_total_limit says how many a run keeps")  # fmt: skip

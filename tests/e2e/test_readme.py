@@ -32,10 +32,9 @@ PLANNING = [line for line in COMMANDS if line.startswith(("tunesmith plan", "tun
 SWEEPING = [line for line in COMMANDS if line.startswith("tunesmith sweep")]
 PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 CHECKING = [line for line in COMMANDS if line.startswith("tunesmith doctor")]
-MERGING = [line for line in COMMANDS if line.startswith("tunesmith merge")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
-MODEL_MERGING = [line for line in COMMANDS if line.startswith("tunesmith merge")]
-SERVING = [line for line in COMMANDS if line.startswith("tunesmith serve")]
+MODEL_SERVING = [line for line in COMMANDS if line.startswith("tunesmith serve")]
+MERGING = [line for line in COMMANDS if line.startswith("tunesmith merge")]
 SHORT = "--max_steps 2 --quiet"
 
 
