@@ -232,8 +232,10 @@ def test_cat_is_the_exact_sum_of_the_updates_in_stock_peft(models: Path, tmp_pat
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("linear", {}), ("svd", {"rank": 3}), ("dare_ties_svd", {"density": 0.5}), ("ties", {"density": 0.5}),
-     ("dare_linear", {"density": 0.5})],
+    [("svd", {"rank": 3}),
+     *(pytest.param(method, {"density": 0.5}, marks=pytest.mark.long)
+       for method in ("ties", "dare_linear", "dare_ties_svd")),
+     pytest.param("linear", {}, marks=pytest.mark.long)],
 )  # fmt: skip
 def test_adapters_are_merged_by_peft(method: str, options: dict[str, Any], models: Path, tmp_path: Path) -> None:
     """Its factors, bit for bit, those of the same call on the real base; of an SVD, their product."""
@@ -302,6 +304,7 @@ def spoiled(folder: Path, source: Path, value: float) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_what_cannot_be_merged_is_refused_by_name(models: Path, tmp_path: Path) -> None:
     cases = [
         ([models / "h1", spoiled(tmp_path / "nan", models / "h2", float("nan"))], "linear", "of nan has .* not finite"),
