@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from app.cli_errors import check_broke, mistakes_of, refused, system_error
 from app.cli_export import export, push
 from app.cli_runs import RAW, RUNS, Json, Raw, RunName, RunsDir, runs_app
 from app.cli_sweep import sweep_line
@@ -94,6 +94,14 @@ def evaluate(args: Raw = None) -> int:
     from app.eval.command import eval_verb
 
     return eval_verb(args or [])
+
+
+@app.command(context_settings=RAW)
+def merge(args: Raw = None) -> int:
+    """Merge runs of one base into one model, or average a run's checkpoints."""
+    from app.merge.command import merge_verb
+
+    return merge_verb(args or [])
 
 
 @app.command(context_settings=RAW)
@@ -375,63 +383,18 @@ def run_verb(arguments: Sequence[str]) -> int:
         sys.stdout = None  # the reader is gone; keep Python from flushing to it at exit
         return 1
     except OSError as error:
-        return _system_error(error, "--json" in arguments)
+        return system_error(error, "--json" in arguments)
     except Exception as error:
         if hasattr(error, "cause"):  # CheckBroke, not imported here for speed
-            return _broke(error, "--json" in arguments)
-        mistakes = _mistakes(error)
+            return check_broke(error, "--json" in arguments)
+        mistakes = mistakes_of(error)
         if not mistakes:
             raise
-        return _refuse(mistakes, "--json" in arguments)
-
-
-def _system_error(error: OSError, as_json: bool) -> int:
-    """Reports an OSError that no check has caught; returns 2 if a given name is too long, otherwise 1."""
-    from app.console import refuse, report_json, shortened
-
-    subject = shortened(str(error.filename or "system"))
-    if error.errno == errno.ENAMETOOLONG:
-        return _refuse([f"{subject}: {error.strerror}; check the value"], as_json)
-    line = f"{subject}: {error.strerror or error}; make room, or check its permissions"
-    refuse([line])
-    if as_json:
-        report_json({"run_dir": None, "state": "failed", "cause": line})
-    return 1
-
-
-def _broke(error: Any, as_json: bool) -> int:
-    from app.console import clean, report_json, say
-
-    say(clean(error.output).rstrip())
-    say(clean(error.cause))
-    if as_json:
-        report_json({"run_dir": None, "state": "failed", "cause": error.cause})
-    return 1
+        return refused(mistakes, "--json" in arguments)
 
 
 def _invoke(verbs: Callable[..., Any], arguments: Sequence[str]) -> Any:
     return verbs(args=list(arguments), prog_name="tunesmith", standalone_mode=False)
-
-
-def _mistakes(error: Exception) -> list[str]:
-    """The lines to print for a mistake of the user's; empty for any other error."""
-    if lines := [
-        str(mistake) for mistake in getattr(error, "mistakes", ())
-    ]:  # ConfigError, not imported here for speed
-        return lines
-    if not hasattr(error, "format_message"):
-        return []
-    text = str(error.format_message()).replace("\n", " ").strip()
-    return [f"{text.rstrip('.')}; see `tunesmith --help`"] if text else []
-
-
-def _refuse(mistakes: list[str], as_json: bool) -> int:
-    from app.console import refuse, report_json
-
-    refuse(mistakes)
-    if as_json:
-        report_json({"mistakes": mistakes})
-    return 2
 
 
 def main() -> None:

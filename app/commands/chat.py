@@ -33,7 +33,7 @@ def chat_verb(
     """`tunesmith chat`.
 
     Args:
-        name: a run, or a base model.
+        name: a run, a base model, or the folder of an adapter.
         runs_dir: folder of run folders.
         checkpoint: of the run; default: its export, otherwise its newest checkpoint.
         base: also let the base model answer.
@@ -62,7 +62,7 @@ def chat_verb(
     try:
         for stage in chats.open(target):
             say(f"{stage} ...")
-        side = "base" if target.run is None else "both" if base else "tuned"
+        side = "base" if target.run is None and not target.is_adapter else "both" if base else "tuned"
         request = {"side": side, "sampling": options, "system": system, "plain": plain}
         if prompt is not None:
             return _once(chats, target, prompt, request, as_json)

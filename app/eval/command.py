@@ -6,8 +6,10 @@ import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from app.command_line import Args
 from app.console import clean, report, report_json, say
 from app.eval.comparison import compare
 from app.eval.folder import EvaluationFolder, held
@@ -37,9 +39,40 @@ def eval_verb(argv: Sequence[str]) -> int:
     args = EVAL.read(argv)
     if args is None:
         return 0
+    status, document = _evaluate(args, argv, "quiet" in args.switches)
+    if "json" in args.switches:
+        report_json(document)
+    else:
+        _show(document)
+    return status
+
+
+def evaluate(argv: Sequence[str], quiet: bool, show: bool) -> tuple[int, dict[str, Any]]:
+    """Evaluates models for another verb.
+
+    Args:
+        argv: The command line of `tunesmith eval`.
+        quiet: Show only warnings while it runs.
+        show: Print the comparison.
+
+    Returns:
+        The exit status and the JSON document of `tunesmith eval`.
+
+    Raises:
+        ConfigError: See `eval_verb`.
+    """
+    args = EVAL.read(argv)
+    assert args is not None, "asks for help"
+    status, document = _evaluate(args, argv, quiet)
+    if show:
+        _show(document)
+    return status, document
+
+
+def _evaluate(args: Args, argv: Sequence[str], quiet: bool) -> tuple[int, dict[str, Any]]:
     plan = make_plan(args)
     os.environ.pop(API_KEY, None)  # no process that evaluates a model needs it
-    study, folder = Study(plan, "quiet" in args.switches), EvaluationFolder(plan.folder)
+    study, folder = Study(plan, quiet), EvaluationFolder(plan.folder)
     is_new, command = not plan.folder.exists(), ["tunesmith", "eval", *argv]
     try:
         with held(folder, [candidate.label for candidate in plan.candidates], command):
@@ -50,12 +83,12 @@ def eval_verb(argv: Sequence[str]) -> int:
         if is_new and not folder.runs():
             shutil.rmtree(plan.folder, ignore_errors=True)  # nothing was evaluated
         raise
-    if "json" in args.switches:
-        report_json(document)
-    else:
-        print_comparison(document)
-        report(f"\nreport {folder.report}")
-    return 130 if study.interrupted else 1 if study.failed else 0
+    return 130 if study.interrupted else 1 if study.failed else 0, document
+
+
+def _show(document: dict[str, Any]) -> None:
+    print_comparison(document)
+    report(f"\nreport {Path(document['report_dir']) / 'report.json'}")
 
 
 def _document(study: Study, command: Sequence[str]) -> dict[str, Any]:

@@ -318,7 +318,7 @@ def export(
         raise ConfigError.about("--gguf", gguf, problem, "add --merged, which merges it into the base model")
     target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
     if output:
-        _refuse_target(target)
+        refuse_target(target, "output")
     args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
     args += [*(["--checkpoint", checkpoint] if checkpoint else []), *(["--ema"] if averaged else [])]
     args += ["--dtype", dtype] if dtype else []
@@ -334,12 +334,12 @@ def export(
     return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"], facts["gguf"])
 
 
-def _refuse_target(target: Path) -> None:
-    """Raises ConfigError for a folder that already has files, or that cannot be created."""
+def refuse_target(target: Path, option: str) -> None:
+    """Raises ConfigError for a folder to write, of an option, that already has files, or that cannot be created."""
     try:
         used = target.exists() and (not target.is_dir() or any(target.iterdir()))
     except OSError:
         used = False  # the next check says why
     if used:
-        raise ConfigError(f"output={target} holds other files, which an export would replace; name a new folder")
-    writable_parent(target, "output", "name a folder that can be created")
+        raise ConfigError(f"{option}={target} holds other files, which an export would replace; name a new folder")
+    writable_parent(target, option, "name a folder that can be created")

@@ -246,8 +246,9 @@ def _broken(lines: list[str], status: int) -> str:
 
 
 def run_program(
-    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, show_errors: bool = False
-) -> tuple[int, str, str]:
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, show_errors: bool = False,
+    pass_fds: Sequence[int] = (),
+) -> tuple[int, str, str]:  # fmt: skip
     """Runs a program to its end; on Ctrl-C, SIGTERM or SIGHUP, kills it and raises KeyboardInterrupt.
 
     Args:
@@ -255,6 +256,7 @@ def run_program(
         env: its complete environment.
         cwd: working directory.
         show_errors: let its standard error through, and return none.
+        pass_fds: file descriptors that it inherits, such as those of locks.
 
     Returns:
         Exit status, standard output and standard error.
@@ -263,7 +265,7 @@ def run_program(
         program = subprocess.Popen(
             list(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=None if show_errors else subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
-            start_new_session=True,
+            start_new_session=True, pass_fds=pass_fds,
         )  # fmt: skip
         try:
             out, errors = program.communicate()

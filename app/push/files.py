@@ -208,10 +208,12 @@ def _with_base(card: bytes | Path, local: str, base_model: str, is_adapter: bool
     text = card.read_text(encoding="utf-8") if isinstance(card, Path) else card.decode()
     parsed = ModelCard(text, ignore_metadata_errors=True)
     parsed.data["base_model"] = base_model
-    parsed.data["base_model_relation"] = "adapter" if is_adapter else "finetune"
+    relation = "merge" if "merge" in (parsed.data.tags or []) else "finetune"
+    parsed.data["base_model_relation"] = "adapter" if is_adapter else relation
     body, name = parsed.text, str(public(local))
     names = {
         f"\n# {name}, fine-tuned\n": f"\n# {base_model.partition('/')[2]}, fine-tuned\n",
+        f"\n# {name}, merged\n": f"\n# {base_model.partition('/')[2]}, merged\n",
         f"`{name}` (a folder of the publisher's)": f"`{base_model}`",
         f"--model_name_or_path {shlex.quote(name)} ": f"--model_name_or_path {base_model} ",
         f"\nmodel_name_or_path: {name}\n": f"\nmodel_name_or_path: {base_model}\n",

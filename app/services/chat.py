@@ -28,6 +28,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
 from trainers.run.device_locks import HeldSlots, Holder, Need, take_now, who_has
 from trainers.run.folder import RunFolder
+from trainers.run.from_run import ADAPTER_CONFIG
 
 SIDES = ("tuned", "base")
 MAX_RUNS = 200
@@ -70,6 +71,7 @@ class Target:
         weights: name of a checkpoint or export of the run.
         revision: of a base model on the Hub.
         device: `auto`, `cpu` or a GPU's index.
+        is_adapter: whether `name` is the folder of an adapter.
     """
 
     name: str
@@ -77,12 +79,15 @@ class Target:
     weights: str | None = None
     revision: str | None = None
     device: str = "auto"
+    is_adapter: bool = False
 
     def request(self) -> dict[str, Any]:
         """The `load` request for `trainers.tools.chat`."""
         if self.run is not None:
             return {"run_dir": str(self.run.path.absolute()), "weights": self.weights}
         local = Path(os.path.expanduser(self.name))
+        if self.is_adapter:
+            return {"adapter": str(local.absolute())}
         return {"model": str(local.absolute()) if local.is_dir() else self.name, "revision": self.revision}
 
 
@@ -147,7 +152,9 @@ class Chats:
         if run is None:
             if weights:
                 raise ConfigError(f"checkpoint={shortened(str(weights))!r}: {shortened(name)} is not a run; omit it")
-            return Target(name, None, None, revision or None, device)
+            # An adapter names its base, which may be anywhere: only trusted callers may load it.
+            is_adapter = self.roots is None and (Path(os.path.expanduser(name)) / ADAPTER_CONFIG).is_file()
+            return Target(name, None, None, revision or None, device, is_adapter)
         known = weights_of(run)
         if not known:
             raise ConfigError(f"run {run.id} has no checkpoint yet; wait for its first one, or choose another run")
@@ -181,7 +188,8 @@ class Chats:
                 raise ConfigError(mistakes)
             return True
         folder = Path(os.path.expanduser(name))
-        return (folder / "config.json").is_file() or (not folder.exists() and bool(HUB_ID.fullmatch(name)))
+        is_model = any((folder / file).is_file() for file in ("config.json", ADAPTER_CONFIG))
+        return is_model or (not folder.exists() and bool(HUB_ID.fullmatch(name)))
 
     def _run(self, name: str) -> RunFolder:
         return find_run(name, self.runs_dir) if self.roots is None else run_of_id(name, self.runs_dir)

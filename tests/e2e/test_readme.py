@@ -34,6 +34,7 @@ PROVING = [line for line in COMMANDS if line.startswith("tunesmith prove")]
 CHECKING = [line for line in COMMANDS if line.startswith("tunesmith doctor")]
 SERVING = [line for line in COMMANDS if line.startswith("tunesmith ui")]
 MODEL_SERVING = [line for line in COMMANDS if line.startswith("tunesmith serve")]
+MERGING = [line for line in COMMANDS if line.startswith("tunesmith merge")]
 SHORT = "--max_steps 2 --quiet"
 
 
@@ -43,7 +44,7 @@ def test_the_pages_have_these_commands() -> None:
     verbs = {line.split()[1] for line in COMMANDS if line.startswith("tunesmith")}
     assert verbs == {
         "presets", "strategies", "train", "data", "runs", "stop", "resume", "export", "chat", "ui", "prove", "plan",
-        "doctor", "sweep", "eval", "push", "serve",
+        "doctor", "sweep", "eval", "push", "serve", "merge",
     }  # fmt: skip
     assert all(line.split()[0] in ("make", "tunesmith", "accelerate") for line in COMMANDS)
     assert len(ELSEWHERE) == 3
@@ -136,7 +137,7 @@ def test_commands_on_a_run(tmp_path: Path) -> None:
     own_data(tmp_path, 8)
     program = start(run, tmp_path)
     wait_for(lambda: steps_of(run) >= 3)
-    others = [*TRAINING, *MACHINES, *SWEEPING, *PROVING, *PLANNING, *CHECKING, *SERVING, *MODEL_SERVING]
+    others = [*TRAINING, *MACHINES, *SWEEPING, *PROVING, *PLANNING, *CHECKING, *SERVING, *MODEL_SERVING, *MERGING]
     lines = [line for line in COMMANDS if line.startswith("tunesmith") and line not in others]
     place = {"stop": 0, "resume": 1}
     for line in sorted(lines, key=lambda line: place.get(line.split()[1], 2)):
@@ -167,6 +168,22 @@ def test_the_pages_are_served(tmp_path: Path) -> None:
         assert program.wait(timeout=400) == 0
     finally:
         program.kill()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("home")
+def test_models_are_merged(tmp_path: Path) -> None:
+    """Two runs, and the checkpoints of one; its rows are those of the run."""
+    for number, name in enumerate(("RUN-A", "RUN-B")):
+        options = {"preset": "tiny-lora", "max_steps": 3, "save_steps": 1, "seed": number, "max_eval_samples": 4}
+        launch_well(tmp_path / "runs" / name, 1, {**options, "save_total_limit": 3})
+    for line in MERGING:
+        done = tunesmith(*shlex.split(line)[1:], "--json", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert (Path(document["output_dir"]) / "adapter_model.safetensors").is_file()
+        assert ("eval" in document) == ("--eval" in line)
+    assert not list(tmp_path.glob(".*")), "nothing else is left"
 
 
 @pytest.mark.long

@@ -18,8 +18,8 @@ import typer
 
 from app.bench.plan import BENCH
 from app.bench.scaling import scaling_plan
-from app.cli import _mistakes as said
 from app.cli import app as verbs
+from app.cli_errors import mistakes_of as said
 from app.command_line import RESUME, TRAIN, Args, Verb
 from app.launch.job import train_job
 from app.plan.command import PLAN

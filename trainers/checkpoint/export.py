@@ -40,6 +40,7 @@ from trainers.checkpoint.gguf_file import SUFFIX, gguf_section
 from trainers.checkpoint.loading_code import loading_code
 from trainers.checkpoint.scratch import Scratch, map_weights
 from trainers.checkpoint.weights import load_weights, refuse_other_base, saved_factors
+from trainers.config.fields import sections
 from trainers.config.gguf_types import GgufRequest, gguf_request
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -179,7 +180,10 @@ def export(
         text = card(str(checked), weights, gguf_section(checked.gguf))
         (temporary / "README.md").write_text(text, encoding="utf-8")
         names = [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]
-        stated = export_record(plain(its_config), history.stages, weights, [*names, EXPORT_RECORD], checked.verdict)
+        stated = export_record(
+            _recorded(its_config, history), history.stages, weights, [*names, EXPORT_RECORD], checked.verdict,
+            history.base, history.merge.as_json() if history.merge else None,
+        )  # fmt: skip
         stated |= {"gguf": [file.as_json() for file in checked.gguf]} if checked.gguf else {}
         write_json(temporary / EXPORT_RECORD, stated)
         for path in [*temporary.rglob("*"), temporary]:
@@ -192,6 +196,9 @@ def export(
             os.replace(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    if checked.failed and history.merge is not None:
+        remedy = "" if dtype == torch.float32 else "; try --dtype float32"
+        raise TrainingError(f"{checked}; it is not the merged model{remedy}")
     if checked.failed:
         raise TrainingError(
             f"{checked}; it is not the trained model, and was left in {final.name}; the checkpoint is kept, so "
@@ -206,6 +213,15 @@ def _with_revision(history: History, config: TrainConfig) -> History:
         return history
     cached = try_to_load_from_cache(name, "config.json", revision=config.model_revision)
     return replace(history, revision=Path(cached).parent.name if isinstance(cached, str) else "")
+
+
+def _recorded(config: TrainConfig, history: History) -> dict[str, Any]:
+    """The options for the record: all of them, or those that say what the model is if it was merged, not trained."""
+    options, every = plain(config), sections()
+    if history.merge is None:
+        return options
+    kept_options = {*every["model"], *every["method"], "objective", "mixed_precision", "template_date"}
+    return {name: value for name, value in options.items() if name in kept_options}
 
 
 def _failed(target: Path, record: RunRecord | None) -> Path:

@@ -16,7 +16,10 @@ from trainers.run.json_file import load_json
 
 EXPORT_RECORD = "tunesmith.json"
 """File of an export that says how its weights were trained: `config`, the options, `stages`, `weights`, the bytes and
-sha256 of each weight file, `files`, the names of all files, and `checked`, the verdict of loading it back."""
+sha256 of each weight file, `files`, the names of all files, `checked`, the verdict of loading it back, `base`, the
+digest of an adapter's frozen base weights, and `merge`, how it was merged from other models."""
+MERGE = "merge"
+"""`Stage.objective` of a merge, whose `data` are the merged models."""
 PASSED, FAILED, UNCHECKED = "passed", "failed", "not loaded back"
 """Verdicts: it is the trained model, it is not or cannot be loaded, it was not compared for lack of memory."""
 _MAX_BYTES = 10_000_000
@@ -46,6 +49,8 @@ class Stage:
     def __str__(self) -> str:
         if not self.objective:
             return f"the weights in {self.run}"
+        if self.objective == MERGE:
+            return f"{self.run} (a merge of {self.data}, method={self.method})"
         at = "" if self.step is None else f", step {self.step}"
         return f"{self.run} ({self.objective} on {self.data}, method={self.method}{at})"
 
@@ -93,6 +98,8 @@ def export_record(
     weights: Mapping[str, tuple[int, str]] | None = None,
     files: Sequence[str] = (),
     checked: str = "",
+    base: str = "",
+    merge: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The content of an export's `EXPORT_RECORD`.
 
@@ -102,11 +109,14 @@ def export_record(
         weights: Bytes and sha256 of each weight file.
         files: Names of all files, this one included.
         checked: `PASSED`, `FAILED` or `UNCHECKED`; empty if unknown.
+        base: Digest of the frozen base weights; empty if there are none.
+        merge: How the weights were merged from those of other models; None if they were trained.
     """
     hashes = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in (weights or {}).items()}
     listed = [asdict(stage) for stage in stages]
     parts = {"config": dict(config), "stages": listed, "weights": hashes, "files": sorted(files)}
-    return parts | ({"checked": checked} if checked else {})
+    others = {"checked": checked, "base": base, "merge": dict(merge or {})}
+    return parts | {name: value for name, value in others.items() if value}
 
 
 def read_export(folder: Path) -> tuple[dict[str, Any], list[Stage]]:
@@ -115,10 +125,20 @@ def read_export(folder: Path) -> tuple[dict[str, Any], list[Stage]]:
     Returns:
         The options of the last stage, and all stages; without a record, no options and the folder as the only stage.
     """
+    record = _read_record(folder)
+    config, stages = record.get("config"), as_stages(record.get("stages"))
+    return config if isinstance(config, dict) else {}, stages or [Stage(str(folder))]
+
+
+def base_of(folder: Path) -> str:
+    """The digest of the base weights that an exported adapter was trained on; empty if unknown."""
+    return str(_read_record(folder).get("base") or "")
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """The record of an export; empty without one, or if it is damaged."""
     try:
         record = load_json(folder / EXPORT_RECORD, _MAX_BYTES)
     except (OSError, ValueError):
         record = None
-    config = record.get("config") if isinstance(record, dict) else None
-    stages = as_stages(record.get("stages")) if isinstance(record, dict) else []
-    return config if isinstance(config, dict) else {}, stages or [Stage(str(folder))]
+    return record if isinstance(record, dict) else {}

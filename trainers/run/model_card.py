@@ -28,8 +28,9 @@ from trainers.config.remote_data import is_url
 from trainers.run.compatibility import PLACES, versions
 from trainers.run.folder import RunFolder
 from trainers.run.json_file import parse_json
-from trainers.run.lineage import Stage, stages_of
+from trainers.run.lineage import Stage, as_stages, in_words, stages_of
 from trainers.run.log import without_secrets
+from trainers.run.merging import CAT, METHODS, Merge
 from trainers.strategy.strategy import load_strategy, strategy_names
 
 _PRIVATE = frozenset({
@@ -58,6 +59,7 @@ class History:
         mix: Path of the run's copy of its mix of data; empty without one.
         stop_at_step: The step at which a repetition is stopped; None if it ends by itself.
         export: Arguments of the `tunesmith export` that wrote these weights; empty if the run wrote them itself.
+        merge: How the weights were merged from those of other models; None if they were trained.
     """
 
     stages: Sequence[Stage] = ()
@@ -72,6 +74,7 @@ class History:
     mix: str = ""
     stop_at_step: int | None = None
     export: Sequence[str] = ()
+    merge: Merge | None = None
 
 
 def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = False) -> History:
@@ -252,16 +255,18 @@ def front_matter(config: TrainConfig, kind: str, history: History) -> dict[str, 
     """The card's metadata, as the Hub reads it; the license is left to the publisher."""
     header: dict[str, Any] = {
         "library_name": "peft" if kind == "adapter" else "transformers",
-        "tags": ["tunesmith", short_name(config.objective), config.method],
+        "tags": ["tunesmith", "merge"] if history.merge else ["tunesmith", short_name(config.objective), config.method],
     }
     stages = history.stages
     # An adapter cannot be loaded on the first base where that was trained in full before.
     earlier = stages[0].base if stages and starts_from_result(config) and kind != "adapter" else ""
     if base := hub_id(config.model_name_or_path) or hub_id(earlier):
-        header |= {"base_model": base, "base_model_relation": "adapter" if kind == "adapter" else "finetune"}
+        relation = "merge" if history.merge else "finetune"
+        header |= {"base_model": base, "base_model_relation": "adapter" if kind == "adapter" else relation}
     if not config.objective_spec.scalar_head:
         header["pipeline_tag"] = "text-generation"
-    datasets = dict.fromkeys(name for data in data_names(config, history) if (name := hub_id(data)))
+    names = [] if history.merge else data_names(config, history)
+    datasets = dict.fromkeys(name for data in names if (name := hub_id(data)))
     return header | ({"datasets": list(datasets)} if datasets else {})
 
 
@@ -302,6 +307,8 @@ def model_card(
         weights: Bytes and sha256 of each weight file.
         gguf: The section about GGUF files.
     """
+    if history.merge:
+        return _merge_card(config, kind, code, history, history.merge, checked, weights or {})
     title = card_title(config, history)
     data = ", ".join(f"`{public(name)}`" for name in data_names(config, history))
     sections = [
@@ -323,11 +330,55 @@ def model_card(
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def _merge_card(
+    config: TrainConfig, kind: str, code: str, history: History, merge: Merge, checked: str,
+    weights: Mapping[str, tuple[int, str]],
+) -> str:  # fmt: skip
+    """The card of merged weights; for the arguments, see `model_card`."""
+    facts = [f"density {merge.density:g}"] if merge.density is not None else []
+    facts += [f"seed {merge.seed}"] if merge.seed is not None else []
+    facts += [f"rank {merge.rank}"] if merge.rank is not None else []
+    apart = "" if merge.deviation is None or merge.method == CAT else (
+        "The updates of the result differ from the exact weighted sum of the models' updates by "
+        f"{merge.deviation:.2g} of its norm."
+    )  # fmt: skip
+    how = f"`{merge.method}` ({METHODS[merge.method]})" + "".join(f", {fact}" for fact in facts)
+    sections = [
+        f"---\n{as_yaml(front_matter(config, kind, history)).strip()}\n---",
+        f"# {PurePath(first_base(config, history)).name}, merged",
+        f"{kind.capitalize()} weights of {about_base(config, history)}, merged with Tunesmith from those of "
+        f"{len(merge.models)} models, by the method {how}.",
+        _merged_models(merge),
+        f"```python\n{code}\n```",
+        checked[:1].upper() + checked[1:],
+        apart,
+        _files(weights),
+        _environment(history),
+        "## To repeat it\n\nA path is named by its last part only.\n\n```\n"
+        + shlex.join(str(public(part)) for part in merge.command) + "\n```",
+    ]  # fmt: skip
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _merged_models(merge: Merge) -> str:
+    """The merged models as a table."""
+    lines = ["## Merged models", "", "| model | weight | trained | weights (sha256) |", "|---|---|---|---|"]
+    for model in merge.models:
+        stages = [_public_stage(stage) for stage in as_stages(model["stages"])]
+        digests = ", ".join(f"{name} `{digest}`" for name, digest in model["files"].items())
+        lines.append(f"| {public(model['name'])} | {model['weight']:g} | {in_words(stages)} | {digests} |")
+    return "\n".join(lines)
+
+
+def _public_stage(stage: Stage) -> Stage:
+    return replace(stage, run=public(stage.run), data=public(stage.data))
+
+
 def _order(stages: Sequence[Stage]) -> str:
     """The stages of training, if there are several."""
     if len(stages) < 2:
         return ""
-    listed = [replace(stage, run=public(stage.run), data=public(stage.data)) for stage in stages]
+    listed = [_public_stage(stage) for stage in stages]
     lines = "\n".join(f"{number}. {stage}" for number, stage in enumerate(listed, 1))
     return f"Trained in {len(stages)} stages, each from the result of the one before:\n\n{lines}"
 
