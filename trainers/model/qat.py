@@ -17,7 +17,8 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.weight_names import first_names
 
-_DTYPES = {"8da4w": torch.int4, "int4": torch.int4, "int8": torch.int8}
+_INT4 = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+_DTYPES = {"8da4w": _INT4, "int4": _INT4, "int8": torch.int8}
 """Dtype of weights by `qat`."""
 
 
@@ -62,7 +63,7 @@ def prepare(config: TrainConfig, base: Any) -> None:
         layer.weight, layer.bias = weight, bias
 
 
-def rounding_layers(base: Any) -> list[nn.Module]:
+def rounding_layers(base: Any) -> list[Any]:
     """The linear layers that round."""
     return [module for module in base.modules() if hasattr(module, "weight_fake_quantizer")]
 
