@@ -114,7 +114,7 @@ def _status(
 
 
 def _is_fresh(run: RunFolder, machine: int) -> bool:
-    """Whether a machine has given a sign of life lately: compares the times of files, which are of the folder's clock."""
+    """Whether a machine has given a sign of life lately: compares times of files, which have one clock."""
     try:
         reference = run.machine_file(0).stat().st_mtime
         return reference - run.machine_file(machine).stat().st_mtime < LOST_AFTER
