@@ -47,6 +47,10 @@ def prepare(config: TrainConfig, base: Any) -> None:
     if not layers:
         problem = f": {base.config.model_type} has no linear layer in its decoder"
         raise ConfigError.about("qat", config.qat, problem, "leave it out")
+    if other := {name: type(layer).__name__ for name, layer in layers.items() if type(layer) is not nn.Linear}:
+        kinds = ", ".join(sorted(set(other.values())))
+        problem = f": {base.config.model_type} has linear layers of kind {kinds} ({first_names(list(other))})"
+        raise ConfigError.about("qat", config.qat, problem, "leave it out")
     odd = [name for name, layer in layers.items() if layer.in_features % config.qat_group_size]
     if odd:
         inputs = layers[odd[0]].in_features
