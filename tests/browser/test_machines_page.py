@@ -35,7 +35,7 @@ def machines_page(new_page: Tabs, server: Served, size: str, scheme: str = "ligh
 def test_the_line_of_the_page_joins_and_who_has_joined_is_shown(
     serve: object, new_page: Tabs, size: str, scheme: str
 ) -> None:
-    expect.set_options(timeout=120_000)
+    expect.set_options(timeout=300_000)
     server: Served = serve()  # type: ignore[operator]
     page = machines_page(new_page, server, size, scheme)
     page.locator("#opt-gpus input").fill("1")
@@ -59,7 +59,7 @@ def test_the_line_of_the_page_joins_and_who_has_joined_is_shown(
     screenshot(page, f"train-machines-{size}-{scheme}")
     expect(page.locator("#launch")).to_be_enabled()
     page.locator("#launch").click()
-    page.wait_for_url("**/run?run=*", timeout=120_000)
+    page.wait_for_url("**/run?run=*", timeout=300_000)
     line = page.locator(".ts-join pre")
     expect(line).to_have_count(1)
     expect(page.get_by_text("awaited", exact=True)).to_be_visible()
