@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Served, Tabs, axe, is_whole, screenshot, wait_for
+from tests.browser.conftest import Served, Tabs, axe, screenshot, wait_for
 from tests.forked import Popen
 from trainers.run.folder import RunFolder
 
@@ -53,7 +53,6 @@ def test_the_line_of_the_page_joins_and_who_has_joined_is_shown(
     expect(page.locator("#train-command pre").first).to_contain_text(
         "--num_processes 2 --num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1 --main_process_port 29677"
     )
-    is_whole(page)
     axe(page)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     screenshot(page, f"train-machines-{size}-{scheme}")

@@ -44,8 +44,8 @@ def test_the_printed_line_joins_the_run_and_joins_it_again(tmp_path: Path, monke
     options = {**SMALL, "max_steps": STEPS, "logging_steps": 1, "save_steps": STEPS, "strategy": "ddp"}
     network = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": free_port()}
     run = RunFolder(tmp_path / "runs" / "mine")
-    asked = {**options, **network, "num_processes": 2, "output_dir": run.path, "stop_at_step": STOP}
-    printed = tunesmith("train", "tiny-lora", *flags(asked), "--detach", home=tmp_path)
+    chosen = {**options, **network, "num_processes": 2, "output_dir": run.path, "stop_at_step": STOP}
+    printed = tunesmith("train", "tiny-lora", *flags(chosen), "--detach", home=tmp_path)
     assert printed.returncode == 0, printed.stderr
     line = re.search(r"^machine 1  (.*)$", printed.stdout, re.MULTILINE)
     assert line is not None, printed.stdout

@@ -40,15 +40,15 @@ def _lines(view: dict[str, Any]) -> list[Html]:
     """What to paste where, and what may be wrong with machines that are awaited."""
     absent = [row["machine"] for row in view["members"] if row["status"] in ("awaited", "lost", "left out")]
     ended = not view["members"]
-    shown = range(1, len(view["join_lines"]) + 1) if ended else [number for number in absent if number]
-    if not shown:
+    pasted = range(1, len(view["join_lines"]) + 1) if ended else [number for number in absent if number]
+    if not pasted:
         return []
     head = (
         "Resume starts machine 0 here. Then paste the line of each other machine in a terminal there:"
         if ended
         else f"Paste the line of each machine in a terminal there{view['join_by']}:"
     )
-    lines = [_line(number, view["join_lines"][number - 1]) for number in shown]
+    lines = [_line(number, view["join_lines"][number - 1]) for number in pasted]
     awaited = any(row["status"] == "awaited" for row in view["members"])
     hints = [note("If one does not come:"), element("ul", join(element("li", with_code(hint)) for hint in _ABSENT))]
     return [element("p", head), *lines, *(hints if awaited else [])]

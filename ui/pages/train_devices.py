@@ -130,6 +130,6 @@ def chosen_place(raw: Sequence[Any]) -> dict[str, Mapping[str, Any] | None]:
     fields = {SLURM: SLURM_FIELDS, MACHINES: MACHINES_FIELDS}
     on = values.get("on")
     return {
-        place: {name: values[name] for name in names} if isinstance(on, str) and on == place else None
-        for place, names in fields.items()
+        choice: {name: values[name] for name in names} if isinstance(on, str) and on == choice else None
+        for choice, names in fields.items()
     }

@@ -264,8 +264,8 @@ def test_every_kind_of_value_of_a_job_is_an_option_or_a_mistake(page: Any) -> No
     for name in SLURM_FIELDS:
         for value in (None, "2", -1, 1.5, True, "x" * 9000, "<b>x</b>", "a\nb", "\ud800", [1], {}):
             job = {**texts, name: value}.values()
-            place = ["slurm", *job, *NO_MACHINES]
-            panel, _, _, command, _, button, _ = page.refresh("", False, "tiny-lora", "", "2", *values, *place)
+            inputs = ["slurm", *job, *NO_MACHINES]
+            panel, _, _, command, _, button, _ = page.refresh("", False, "tiny-lora", "", "2", *values, *inputs)
             assert button.value == "Submit to SLURM"
             assert ("#SBATCH" in command) is button.interactive is ("to fix before it can start" not in panel)
             assert "<b>" not in panel + command
@@ -317,8 +317,8 @@ def test_a_port_in_use_and_an_address_elsewhere_are_named(page: Any) -> None:
 
     def panel(**changes: str) -> str:
         texts = {**machines_texts(), "main_process_ip": "127.0.0.1", **changes}.values()
-        place = ["machines", *[""] * len(SLURM_FIELDS), *texts]
-        return str(page.refresh("", False, "tiny-lora", "", "2", *values, *place)[0])
+        inputs = ["machines", *[""] * len(SLURM_FIELDS), *texts]
+        return str(page.refresh("", False, "tiny-lora", "", "2", *values, *inputs)[0])
 
     with socket.socket() as taken:
         taken.bind(("", 0))
