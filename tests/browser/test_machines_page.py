@@ -67,7 +67,7 @@ def test_the_line_of_the_page_joins_and_who_has_joined_is_shown(
     screenshot(page, f"run-machines-{size}-{scheme}")
     text = line.inner_text().strip()
     assert re.fullmatch(r"tunesmith resume \S+ --machine_rank 1", text)
-    (folder,) = server.runs_dir.iterdir()
+    folder = Path(text.split()[2])
     out = server.folder / "machine-1.txt"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     own = {"PATH": path, "XDG_STATE_HOME": str(server.folder / "other"), "CUDA_VISIBLE_DEVICES": ""}

@@ -50,7 +50,10 @@ def _lines(view: dict[str, Any]) -> list[Html]:
     )
     lines = [_line(number, view["join_lines"][number - 1]) for number in pasted]
     awaited = any(row["status"] == "awaited" for row in view["members"])
-    hints = [note("If one does not come:"), element("ul", join(element("li", with_code(hint)) for hint in _ABSENT))]
+    hints = [
+        note("If one does not come:"),
+        element("ul", join(element("li", with_code(hint)) for hint in _ABSENT), class_="ts-evidence"),
+    ]
     return [element("p", head), *lines, *(hints if awaited else [])]
 
 
