@@ -33,6 +33,7 @@ from trainers.model.experts import adapter_lines
 from trainers.model.fp8 import convert
 from trainers.model.load import build_unread, compile_blocks, compute_dtype
 from trainers.model.probe import check_model_computes
+from trainers.model.qat import prepare
 from trainers.model.reachability import expert_list, reach_noted
 from trainers.model.rope_scaling import scaled_positions
 from trainers.model.weight_names import first_names
@@ -164,6 +165,8 @@ def module(
     model, stored = build_unread(config)
     if config.mixed_precision == "fp8":
         convert(model)
+    if config.qat != "none":
+        prepare(config, model)
     offloads = config.gradient_checkpointing and config.activation_offloading
     loss = LossModule(model, compute_dtype(config), offloads, document_loss(config))
     loss.stored = stored

@@ -27,7 +27,7 @@ from app.launch.foreground import (
     where,
 )
 from app.launch.job import TrainJob, refuse_unresumable, resume_job, train_job
-from app.runs.machines import machines_line
+from app.runs.machines import join_lines, machines_line, members
 from app.runs.profiles import SHARES, profiles
 from app.runs.runs import (
     end_by_force,
@@ -129,6 +129,8 @@ def _detach(job: TrainJob, args: Args) -> int:
         report(f"{job.run.id} is {state['state']}: {job.strategy.name} on {where(job)}")
         report(f"watch it   tunesmith runs logs --follow {shlex.quote(str(job.run.path))}")
         report(f"stop it    tunesmith stop {shlex.quote(str(job.run.path))}")
+        for machine, line in enumerate(join_lines(job.run, state), 1):
+            report(f"machine {machine}  {line}")
     return 0
 
 
@@ -246,11 +248,13 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
     document = {**summary(run), "last_checkpoint": last_checkpoint(run), "metrics": last_values(run)}
     state, diagnoses = run.read_state() or {}, diagnosed(run)
     document["machines"], export_dir = machines_line(state) or None, state.get("export_dir")
+    joined = members(run, true_state(run))
     memory, proofs = memory_of(run, Curves(), plan), entries(run)
     sweep, stages = sweep_of(run), stages_before(run)
     if as_json:
         diagnosis = [entry.as_json() for entry in diagnoses]
         parts = {"diagnosis": diagnosis, "profiles": profiles(run), "memory": memory, "proofs": proofs, "sweep": sweep}
+        parts["members"] = joined
         parts["from_run"] = [asdict(stage) for stage in stages]
         report_json({**document, "export_dir": export_dir, **parts})
         return 0
@@ -260,6 +264,8 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
     facts |= {"gpus": ",".join(map(str, document["gpus"])) or "none"}
     facts |= {key: number(value, 6) for key, value in values.items() if isinstance(value, float)}
     show_table(["id", facts.pop("id")], [[key, value] for key, value in facts.items() if value is not None])
+    names = ("machine", "status", "host", "address", "devices", "versions", "problem", "line")
+    show_table(names, [[clean(str(row[name])) for name in names] for row in joined]) if joined else None
     for profile in profiles(run):
         shares = ", ".join(f"{share:.0%} {SHARES[name]}" for name, share in profile["shares"].items())
         report(f"profile of rank {profile['rank']}, {profile['steps']} steps from {profile['first_step']}: {shares}")

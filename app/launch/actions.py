@@ -20,6 +20,7 @@ from app.console import shortened
 from app.launch import background
 from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
+from app.launch.machines import as_machine_0
 from app.launch.schedulers import SCHEDULERS
 from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import config_values, list_runs, run_of_id, true_state
@@ -90,7 +91,9 @@ def resume(run: RunFolder, args: Args | None = None) -> dict[str, Any]:
     if submitted := submission(run):
         scheduler = SCHEDULERS[submitted["kind"]]
         return scheduler.start(*scheduler.job(args or Args(), run), True)
-    return background.start(resume_job(run, args or Args()))
+    args = args or Args()
+    args.launch = {**as_machine_0(run), **args.launch}
+    return background.start(resume_job(run, args))
 
 
 def clone(run: RunFolder, args: Args | None = None) -> TrainJob:

@@ -50,7 +50,10 @@ def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
     with held(job) as lock:
         try:
             write_folder(job)
-            job.run.write_state(state="queued", cause=None, ending=None, processes=[Process.of("starter").as_json()])
+            machines = job.devices.machines
+            counts = {"machines": {"count": machines.count, "minimum": machines.minimum}} if machines else {}
+            processes = [Process.of("starter").as_json()]
+            job.run.write_state(state="queued", cause=None, ending=None, processes=processes, **counts)
             return _hand_over(job, lock.fileno())
         finally:
             if not job.run.state_file.exists():

@@ -239,7 +239,7 @@ def _keeps_strategy(run: RunFolder, values: dict[str, str]) -> bool:
 
 def job_of(
     request: Request, values: dict[str, str], mistakes: Mistakes, run: RunFolder | None,
-    machine: Sequence[Gpu] | None = None,
+    machine: Sequence[Gpu] | None = None, joined_by_folder: bool = False,
 ) -> TrainJob:  # fmt: skip
     """The job of a request.
 
@@ -249,6 +249,7 @@ def job_of(
         mistakes: mistakes found so far; more are added.
         run: the run to resume; None for a new one.
         machine: the GPUs of each machine that will train; default: those of this machine.
+        joined_by_folder: whether the other machines join by `tunesmith resume` with the run's folder, once it is there.
 
     Raises:
         ConfigError: with all mistakes at once.
@@ -265,7 +266,8 @@ def job_of(
     with mistakes:
         machines = choose_machines(values, strategy.values if strategy else {})
         # Started by hand, each machine would name a folder of its own.
-        mistakes += folder_mistakes(config, machines) if run is None and machine is None else []
+        by_hand = run is None and machine is None and not joined_by_folder
+        mistakes += folder_mistakes(config, machines) if by_hand else []
         devices = devices_here(values, machines, strategy.num_processes if strategy else None, machine)
     with mistakes:
         if config and devices and sizes is not None and (strategy or not strategy_file):

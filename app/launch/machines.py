@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from app.console import shortened
 from app.hardware import Devices, Gpu, choose_devices, find_gpus
+from app.launch.network import is_own
 from app.runs.machines import MOST_MACHINES, machine_counts
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import MACHINE_OPTIONS, TrainConfig
@@ -141,6 +143,24 @@ def as_before(run: RunFolder, devices: Mapping[str, str]) -> dict[str, str]:
     if "num_processes" in devices:
         options["num_processes"] = str(int(devices["num_processes"]) // now * count)
     return options
+
+
+def as_machine_0(run: RunFolder) -> dict[str, str]:
+    """The launch option that starts machine 0 of a run here, as no command line says so; empty for a single machine.
+
+    Raises:
+        ConfigError: if the run's `main_process_ip` is an address of another machine.
+    """
+    host = str(read_yaml(run.accelerate).get("main_process_ip") or "")
+    if machine_counts(run.read_state() or {}) is None or not host:
+        return {}
+    if not is_own(host):
+        problem = f"is machine 0 of run {run.id}, and this is another machine"
+        remedy = (
+            f"resume it there, or here with `tunesmith resume {shlex.quote(str(run.path))} --main_process_ip ADDRESS"
+        )
+        raise ConfigError.about("main_process_ip", host, problem, f"{remedy} --machine_rank 0`")
+    return {"machine_rank": "0"}
 
 
 def folder_mistakes(config: TrainConfig | None, machines: Machines | None) -> list[Mistake]:

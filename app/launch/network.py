@@ -69,6 +69,11 @@ def is_written_loopback(ip: str) -> bool:
         return ip == "localhost"
 
 
+def is_own(host: str) -> bool:
+    """Whether a name or address leads to this machine."""
+    return any(is_loopback(address) or interface_of(address) is not None for address in addresses(host))
+
+
 def interface_of(address: str) -> Interface | None:
     """The interface with an address."""
     address = address.partition("%")[0].removeprefix("::ffff:")  # an IPv4 address on a socket for both families

@@ -19,9 +19,11 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from app.hardware import cpu_count, find_gpus
 from app.launch.layouts import Layouts, choose_participants
 from app.launch.links import Links
 from app.launch.network import interface_problem
+from app.runs.machines import LOST_AFTER
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, read_json, write_json
 from trainers.strategy.strategy import Machines
@@ -34,9 +36,6 @@ LINGER = 30.0
 """Seconds that the nodes have to end their launchers after machine 0's has exited."""
 BEAT = 2.0
 """Seconds between two signs of life of a supervisor."""
-LOST_AFTER = 20.0
-"""Seconds without a sign of life after which a machine counts as lost, unless the ranks make progress."""
-
 
 _SILENT = f"no sign of life for {LOST_AFTER:g} s"
 
@@ -54,6 +53,8 @@ class NodeStatus:
         self.name, self.count = secrets.token_hex(4), 0
         self.lock = threading.Lock()
         self.status: dict[str, Any] = {"launch": "", "ended": None, "refused": None, "unreachable": None}
+        gpus = [gpu.name for gpu in find_gpus()]
+        self.devices = gpus or [f"{cpu_count()} CPU cores"]
         self.facts: dict[str, Any] | None = None
         """What this machine has found out for a launch (`app/launch/links.py`)."""
 
@@ -73,7 +74,7 @@ class NodeStatus:
         processes = [Process.of("supervisor").as_json()]
         with contextlib.suppress(Exception):  # the launcher may have ended already
             processes += [Process.of("launcher", pid=launcher).as_json()] if launcher else []
-        about = {"machine": self.machine, "host": socket.gethostname(), "processes": processes}
+        about = {"machine": self.machine, "host": socket.gethostname(), "devices": self.devices, "processes": processes}
         with self.lock:
             self.status = {**about, "launch": launch, "ended": ended, "refused": refused, "unreachable": unreachable,
                            "facts": self.facts}  # fmt: skip

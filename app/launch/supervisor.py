@@ -18,8 +18,9 @@ from dataclasses import replace
 from typing import IO, Any
 
 from app.launch.exit_cause import cause_of, root_cause
-from app.launch.nodes import LINGER, LOST_AFTER, Nodes
+from app.launch.nodes import LINGER, Nodes
 from app.launch.process_tree import Descendants, adopting_orphans
+from app.runs.machines import LOST_AFTER
 from app.runs.runs import saved_step
 from trainers.run.ending import Ending
 from trainers.run.folder import Process, RunFolder, log_line, now, read_json, secrets_in

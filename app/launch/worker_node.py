@@ -18,11 +18,12 @@ from app.launch.job import TrainJob, as_argument
 from app.launch.layouts import Layouts, part_of
 from app.launch.links import Arrival
 from app.launch.network import interface_problem
-from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, LOST_AFTER, NodeStatus, Pulses
+from app.launch.nodes import FIRST_JOIN_TIMEOUT, JOIN_TIMEOUT, NodeStatus, Pulses
 from app.launch.probes import PROBE_AFTER, PROBE_AGAIN, unreachable
 from app.launch.process_tree import adopting_orphans
 from app.launch.restarts import lost_state, wait_for_slots
 from app.launch.supervisor import POLL, Listener, RunSignals, Supervision
+from app.runs.machines import LOST_AFTER
 from app.runs.runs import true_state
 from trainers.config.local_paths import absolute_paths
 from trainers.config.mistakes import ConfigError

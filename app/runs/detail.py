@@ -7,16 +7,17 @@ import functools
 import math
 import re
 import shlex
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from app.runs import state as run_state
-from app.runs.machines import machines_line
+from app.runs.machines import join_lines, machines_line, members
 from app.runs.metrics import Curves
 from app.runs.profiles import profiles
 from app.runs.runs import gpu_ids, strategy_name, sweep_of, true_state, world_size
 from app.runs.safe_read import read_span, stamp
+from app.runs.scheduled import submission
 from trainers.run.folder import LIVE_STATES, RunFolder, read_json
 from trainers.run.lineage import in_words, stages_before
 
@@ -43,7 +44,9 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         newest row `loss`, `eval_loss`, `reward`, `eval_reward`, `learning_rate`, `tokens_per_second`, `mfu`,
         `data_wait`, `eta_s` (live runs only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time,
         memory_gib`), `strategy`, `world_size`, `machines` (how many of several train, and why the others do not),
-        `sweep` (see `sweep_of`), `from_run` (the stages of training before it, in words), `gpus`, `host`,
+        `members` (see `app.runs.machines`), `join_lines` (the command of each machine but 0; empty where a scheduler
+        starts them), `join_by` (until when, in words), `sweep` (see `sweep_of`), `from_run` (the stages of training
+        before it, in words), `gpus`, `host`,
         `checkpoints`, `bad_checkpoints`, `profiles` (see `app.runs.profiles`), `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
@@ -77,6 +80,9 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "strategy": strategy_name(run),
         "world_size": world_size(run),
         "machines": machines_line(state),
+        "members": members(run, state),
+        "join_lines": [] if submission(run) else join_lines(run, state),
+        "join_by": _join_by(state),
         "sweep": sweep_of(run),
         "from_run": in_words(stages_before(run))[:_MAX_ORIGIN],
         "gpus": gpu_ids(run),
@@ -87,6 +93,18 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         "export_dir": _text(state.get("export_dir")),
         "run_dir": str(run.path),
     }
+
+
+def _join_by(state: View) -> str:
+    """Until when machines may join a launch, in words; empty unless some are awaited."""
+    notice = state.get("machines")
+    seconds = _number(notice.get("timeout")) if isinstance(notice, dict) else None
+    if state.get("state") != "starting" or seconds is None or not notice or notice.get("participants") is not None:
+        return ""
+    with contextlib.suppress(ValueError, OverflowError):
+        end = datetime.fromisoformat(_text(state.get("launched_at"))) + timedelta(seconds=seconds)
+        return f", until {end.astimezone():%H:%M:%S}"
+    return ""
 
 
 def _count(value: Any) -> int | None:

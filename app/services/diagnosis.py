@@ -15,6 +15,7 @@ from app.diagnosis.advice import Diagnosis, diagnose, remedy_of
 from app.diagnosis.plan import Fits
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob, clone_job, resume_job
+from app.launch.machines import as_machine_0
 from app.plan.command import count
 from app.plan.estimate import plan_row
 from app.plan.hardware import Hardware
@@ -92,6 +93,7 @@ def remedied(run: RunFolder, diagnoses: Sequence[Diagnosis], flags: str) -> Trai
     args = Args(own={"apply": changes[0].number})
     apply_remedy(diagnoses, args)
     if true_state(run)["state"] != "done":
+        args.launch = {**as_machine_0(run), **args.launch}
         return resume_job(run, args)
     args.switches.clear()
     return clone_job(run, args)

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.services.fields import as_texts, names
 from app.services.form import Choices
+from app.services.machines_form import MACHINES_FIELDS
 from app.services.slurm_form import SLURM_FIELDS
 from app.services.starting_values import changed_texts, differences, starting_values
 from trainers.config.mistakes import ConfigError
@@ -53,11 +54,11 @@ def read_draft(text: object, run_texts: Mapping[str, str] | None = None) -> Choi
 
 
 def _job(values: Any) -> dict[str, str]:
-    """Where the run trains, and the options of SLURM's job."""
+    """Where the run trains, and the options of SLURM's job or of several machines."""
     texts = values if isinstance(values, dict) else {}
     return {
         name: text
-        for name in ("on", *SLURM_FIELDS)
+        for name in ("on", *SLURM_FIELDS, *MACHINES_FIELDS)
         if isinstance(text := texts.get(name), str) and len(text) <= _MAX_JOB_TEXT
     }
 

@@ -27,6 +27,7 @@ from app.services.allowed_paths import path_mistakes, strategy_mistake
 from app.services.choices import GpuChoice
 from app.services.data import known_notes, known_rows
 from app.services.fields import as_texts, names
+from app.services.machines_form import MACHINES_FIELDS, machine_args, machine_options
 from app.services.slurm_form import SLURM_FIELDS, chosen_options, slurm_args
 from app.services.starting_values import NAMING, base_config, starting_values
 from trainers.config.fields import fields, text_of
@@ -128,7 +129,8 @@ class Choices:
         strategy: name, or path of an Accelerate YAML.
         gpus: ids.
         num_processes: processes on a machine without GPUs.
-        job: texts of `on`, which says whether SLURM trains the run, and of `SLURM_FIELDS`; empty if not chosen.
+        job: texts of `on`, which says where the run trains, of `SLURM_FIELDS` and of `MACHINES_FIELDS`; empty if not
+            chosen.
     """
 
     preset: str | None = None
@@ -182,6 +184,7 @@ def preview(
     roots: Sequence[Path] | None = None,
     remote_code: bool = False,
     slurm: Mapping[str, Any] | None = None,
+    machines: Mapping[str, Any] | None = None,
 ) -> Preview:
     """What a request would do, with all mistakes at once. Starts and writes nothing.
 
@@ -194,6 +197,7 @@ def preview(
         roots: folders that files may be in; None allows every path.
         remote_code: whether `trust_remote_code` may be on.
         slurm: options of a job of SLURM out of `SLURM_FIELDS`, which decides the devices; None trains on this machine.
+        machines: texts out of `MACHINES_FIELDS`; this machine is then machine 0, and the devices are those of each.
     """
     mistakes = Mistakes()
     launch_values: dict[str, Any] = {"preset": preset, "strategy": strategy}
@@ -209,9 +213,12 @@ def preview(
     accepted = {name: text for name, text in texts.items() if name not in refused_fields}
     try:
         allowed = {name: text for name, text in launch.items() if name not in refused_fields}
+        if machines is not None:
+            filled = {name: value for name, value in machines.items() if value is not None}
+            allowed |= machine_options(_texts(filled, mistakes), allowed, mistakes)
         request, options = Request(preset, options=dict(accepted)), None
         if slurm is None:
-            job = job_of(request, allowed, mistakes, None)
+            job = job_of(request, allowed, mistakes, None, joined_by_folder=machines is not None)
         else:
             filled = {name: value for name, value in slurm.items() if value is not None}
             own: dict[str, Any] = dict(chosen_options(_texts(filled, mistakes)))
@@ -274,7 +281,7 @@ def field_of(mistake: Mistake) -> str:
     if mistake.source and name not in SLURM_FIELDS:
         name = "" if is_site_file(mistake.source) else "strategy"
     name = "gpus" if name == "num_processes" else name
-    return name if name in names() or name in _LAUNCH or name in SLURM_FIELDS else ""
+    return name if name in names() or name in (*_LAUNCH, *SLURM_FIELDS, *MACHINES_FIELDS) else ""
 
 
 def by_field(mistakes: Iterable[Mistake]) -> dict[str, list[Mistake]]:
@@ -296,6 +303,10 @@ def _preview_of(
         argv = [*tunesmith_program(), "train", *slurm_args(options), "--strategy", strategy_name, *args]
         return Preview({}, warnings, numbers_of(job), dump_yaml(config), shlex.join(argv), job, job.notes, options,
                        script(job.run, options))  # fmt: skip
+    if job.devices.machines:
+        folder = [] if config.output_dir else ["--output_dir", str(job.run.path)]
+        command = _tunesmith_command(strategy_name, job, [*args, *folder, "--detach"])
+        return Preview({}, warnings, numbers_of(job), dump_yaml(config), command, job, job.notes)
     file = (
         STRATEGIES_DIR / f"{strategy_name}.yaml"
         if strategy_name in strategy_names()
@@ -349,8 +360,9 @@ def tunesmith_program() -> list[str]:
 
 def device_args(job: TrainJob) -> list[str]:
     """The job's devices as command-line arguments."""
-    ids, count = job.devices.gpu_ids, job.devices.num_processes
-    return ["--gpus", ",".join(map(str, ids))] if ids else ["--num_processes", str(count)]
+    ids, count, machines = job.devices.gpu_ids, job.devices.num_processes, job.devices.machines
+    own = ["--gpus", ",".join(map(str, ids))] if ids else ["--num_processes", str(count)]
+    return [*own, *machine_args(machines)] if machines else own
 
 
 def numbers_of(job: TrainJob) -> Numbers:

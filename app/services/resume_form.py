@@ -13,6 +13,7 @@ from typing import Any
 
 from app.command_line import Args
 from app.launch.job import refuse_unresumable, resume_job
+from app.launch.machines import as_machine_0
 from app.runs.runs import run_of_id
 from app.services.allowed_paths import path_mistakes, strategy_mistake
 from app.services.form import (
@@ -98,7 +99,9 @@ def resume_preview(
         return Preview(by_field(mistakes))
     switches = {"force"} if force else set()
     try:
-        args = Args(launch=launch, switches=switches, request=Request(options=dict(changed)))
+        args = Args(
+            launch={**as_machine_0(form.run), **launch}, switches=switches, request=Request(options=dict(changed))
+        )
         job = resume_job(form.run, args)
     except ConfigError as error:
         return Preview(by_field(error.mistakes))

@@ -29,6 +29,8 @@ LABELS = {
     "modules_to_save": "Modules trained in full as well",
     "loraplus_lr_ratio": "Rate of B over that of A",
     "init_lora_weights": "First weights of adapters",
+    "qat": "Train for quantization (QAT)",
+    "qat_group_size": "Inputs that share a scale",
     "neftune_noise_alpha": "Noise on embeddings (NEFTune)",
     "use_rslora": "Scaling stable at high ranks",
     "use_dora": "Magnitude trained apart (DoRA)",
@@ -174,5 +176,6 @@ CHOICES = {
     "objective": {name: f"{spec.label}: {spec.title.lower()}" for name, spec in OBJECTIVES.items()},
     "method": {"full": "All weights", "lora": "LoRA adapter", "qlora": "LoRA adapter, 4-bit base"},
     "mixed_precision": {"no": "fp32, no mixing"},
+    "qat": {"8da4w": "4-bit weights, 8-bit inputs", "int4": "4-bit weights", "int8": "8-bit weights"},
 }
 """By option, the choices that need words."""

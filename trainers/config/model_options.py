@@ -76,6 +76,10 @@ class MethodOptions(OptionGroup):
     """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
     init_lora_weights: Literal["default", "pissa", "loftq"] = option("method", "default")
     """First weights of adapters: random, the weight's singular vectors (PiSSA), or the rounding error's (LoftQ)."""
+    qat: Literal["none", "8da4w", "int4", "int8"] = option("method", "none")
+    """Train for a later quantization of linear layers: of weights, or int4 weights and int8 inputs (8da4w)."""
+    qat_group_size: int = option("method", 32, "inputs", ge=8, le=2**15)
+    """Inputs of a linear layer that share a scale in the quantization that qat prepares for."""
     neftune_noise_alpha: float = option("method", 0.0, ge=0, le=10**4)
     """NEFTune: uniform noise on embeddings, up to alpha / sqrt(tokens x channels); 5 is usual."""
     use_rslora: bool = option("method", False)

@@ -293,6 +293,8 @@ class TrainConfig(
             choices.append(f"control={self.control} (a deliberate fault)")
         if self.mixed_precision in ("fp16", "fp8"):
             choices.append(f"mixed_precision={self.mixed_precision} (its own measured band)")
+        if self.qat != "none":
+            choices.append(f"qat={self.qat} (rounding turns a difference in the last bit into a step)")
         return choices
 
 

@@ -13,7 +13,7 @@ _FROZEN = {
     "method": "full", "master_weights": False, "merge_adapter": False, "gradient_checkpointing": False,
     "ddp_find_unused_parameters": True, "objective": "sft", "teacher": None, "freeze": [], "modules_to_save": [],
     "use_dora": False, "lora_rank_pattern": {}, "lora_alpha_pattern": {},
-    "lora_target_parameters": [], "init_lora_weights": "default",
+    "lora_target_parameters": [], "init_lora_weights": "default", "qat": "none",
 }  # fmt: skip
 """Not those of the model that is trained. Weights are in the compute dtype, as those of any frozen model are; some may
 be unused."""

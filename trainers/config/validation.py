@@ -186,6 +186,7 @@ def _method_conflicts(config: TrainConfig) -> list[Mistake]:
          "use_dora", True, "with method=qlora, which would dequantize every weight twice in each pass", "use lora"),
         (config.mixed_precision == "fp8" and method != "full",
          "mixed_precision", "fp8", f"with method={method}: only trained linear layers compute in float8", "use bf16"),
+        *_rounding_conflicts(config),
         (not config.master_weights and method != "full",
          "master_weights", False, f"with method={method}: adapters are small, and stay in fp32", "leave it out"),
         (not config.master_weights and config.mixed_precision != "bf16",
@@ -195,6 +196,23 @@ def _method_conflicts(config: TrainConfig) -> list[Mistake]:
          "leave it out, or use adamw"),
     ]  # fmt: skip
     return [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
+
+
+def _rounding_conflicts(config: TrainConfig) -> list[tuple[bool, str, str, str, str]]:
+    """Rules about quantization-aware training: whether one applies, its option, value, problem and remedy."""
+    rules = [
+        (config.method != "full", f"with method={config.method}: adapters would not be rounded with their base",
+         "use method=full"),
+        (config.mixed_precision == "fp8", "with mixed_precision=fp8, which rounds the same layers", "use bf16"),
+        (not config.master_weights, "with master_weights=false, whose updates are rounded by chance",
+         "leave one of them out"),
+        (config.torch_compile, "with torch_compile=true: they were not tried together", "leave one of them out"),
+        (config.objective_spec.samples, f"with objective={config.objective}: it was not tried with sampled answers",
+         "leave it out"),
+    ]  # fmt: skip
+    return [
+        (config.qat != "none" and applies, "qat", config.qat, problem, remedy) for applies, problem, remedy in rules
+    ]
 
 
 def _schedule_free_conflicts(config: TrainConfig) -> list[Mistake]:
@@ -411,6 +429,8 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignored.append(Mistake("eval_dataset_name", EMBEDDED, "with other training data", remedy))
     if not config.has_evaluation():
         ignore({"eval_steps", "eval_on_start", "max_eval_samples"} & changed, "there is no evaluation data")
+    if config.qat == "none":
+        ignore({"qat_group_size"} & changed, "qat=none rounds nothing")
     own = {name for optim, names in SETTINGS_OF.items() if optim != config.optim for name in names}
     ignore((own - {*SETTINGS_OF[config.optim]}) & changed, f"optim={config.optim} does not read it")
     if config.attn_implementation in ("varlen", "documents") and not config.packing:

@@ -19,6 +19,7 @@ from torch import nn
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import DocumentLayout, MetadataRoute
 from trainers.model.attention import KERNELS
+from trainers.model.qat import without_rounding
 
 _LENGTH, _HALF = 12, 6
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError, IndexError)
@@ -91,7 +92,8 @@ def check_model_computes(
     packed, more = packing or splits_rows, {"of_teacher": True} if of_teacher else {}
     wrapped.eval()
     try:
-        with torch.compiler.set_stance("force_eager"):  # do not compile for a shape that is used once
+        # Do not compile for a shape that is used once.
+        with torch.compiler.set_stance("force_eager"), without_rounding(base):
             own = own_pass(wrapped, base, packed, device, **more) if stock else None
             compare(our_pass(wrapped, base, packed, device, **more), own, base.config.model_type, packed, compute)
     except ProbeError as error:

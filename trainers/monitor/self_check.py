@@ -17,6 +17,7 @@ from trainers.config.options import TrainConfig
 from trainers.model.attention import KERNELS
 from trainers.model.fp8 import fitting_layers
 from trainers.model.load import base_dtype, compute_dtype
+from trainers.model.qat import rounded_layers, rounding_layers
 from trainers.model.quantization import four_bit_layers, whole_layers
 from trainers.model.reachability import reach_noted, silent_weights
 from trainers.objectives.loss_module import LossModule
@@ -106,6 +107,7 @@ def compare(
             else []
         ),
         *([_float8(loss)] if config.mixed_precision == "fp8" else []),
+        *([_rounding(loss)] if config.qat != "none" else []),
         *(_four_bits(strategy, backend, loss) if config.method == "qlora" else []),
         Line("matrix products", _name(compute_dtype(config)), ", ".join(sorted(dtypes.linear))),
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
@@ -117,6 +119,11 @@ def _float8(loss: LossModule) -> Line:
     """Whether every linear layer of the decoder that float8 kernels support is torchao's."""
     kinds = [type(module).__name__ for module in loss.base.get_decoder().modules()]
     return Line("float8 layers", str(len(fitting_layers(loss.base))), str(kinds.count("Float8Linear")))
+
+
+def _rounding(loss: LossModule) -> Line:
+    """Whether every linear layer of the decoder rounds."""
+    return Line("rounding layers", str(len(rounded_layers(loss.base))), str(len(rounding_layers(loss.base))))
 
 
 def _four_bits(strategy: Strategy, backend: Backend, loss: LossModule) -> list[Line]:

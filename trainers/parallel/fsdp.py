@@ -140,6 +140,7 @@ def casts_before_gathers(config: TrainConfig, loss: Any) -> bool:
     other, and gradients of several calls would be summed in the compute dtype.
     """
     plain = loss.tensor is None and not loss.mixers and not config.torch_compile and config.mixed_precision != "fp8"
+    plain = plain and config.qat == "none"  # which rounds the fp32 weights
     return config.method == "full" and loss.compute != torch.float32 and plain
 
 

@@ -26,7 +26,7 @@ from trainers.run.manifest import read_manifest
 from trainers.run.teacher import TEACHERS, teacher_version
 
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "peft", "safetensors")
-EXTRAS = ("bitsandbytes", "deepspeed")
+EXTRAS = ("bitsandbytes", "deepspeed", "torchao")
 PLACES = ("output_dir", "resume_from_checkpoint", "force_resume", "runs_dir", "stop_at_step")
 """Options that say where a run is stored, and how it is started and stopped; not saved in checkpoints."""
 FREE = frozenset({
@@ -54,7 +54,7 @@ not within the steps that are sampled at once, of which the last ones of a run m
 LATER_OPTIONS: dict[str, Any] = {
     "ema_decay": None, "new_tokens": [], "pad_vocab_to_multiple_of": None, "lora_target_parameters": [],
     "init_lora_weights": "default", "neftune_noise_alpha": 0.0, "dataset_streaming": False,
-    "embedding_learning_rate": None,
+    "embedding_learning_rate": None, "qat": "none", "qat_group_size": 32,
 }  # fmt: skip
 """Options that determine what is saved and that older checkpoints do not name, with the values that those had."""
 STRUCTURE = (

@@ -6,8 +6,17 @@ from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import MeshSizes
 
 
-def method_refusal(sizes: MeshSizes, config: TrainConfig) -> str | None:
-    """Returns why a mesh cannot train the weights that a config names; None if it can."""
+def method_refusal(sizes: MeshSizes, config: TrainConfig, uses_deepspeed: bool) -> str | None:
+    """Returns why a strategy cannot train the weights that a config names; None if it can.
+
+    Args:
+        sizes: The strategy's mesh.
+        config: The run's config.
+        uses_deepspeed: Whether DeepSpeed updates the weights.
+    """
+    if config.qat != "none" and (uses_deepspeed or sizes.tp * sizes.pp * sizes.ep > 1):
+        strategy = "DeepSpeed" if uses_deepspeed else str(sizes)
+        return f"qat={config.qat} with {strategy}: layers that round were not tried so; use single, ddp or fsdp2"
     if config.method == "full" or sizes.tp * sizes.pp * sizes.ep == 1:
         return None
     if config.method == "qlora":

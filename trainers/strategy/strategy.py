@@ -369,7 +369,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config):
         return reason
-    if reason := method_refusal(strategy.sizes, config):
+    if reason := method_refusal(strategy.sizes, config, uses_deepspeed):
         return reason
     if config.ddp_comm_hook != "none" and divides:
         hook = config.ddp_comm_hook

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import sys
 import time
@@ -38,6 +39,7 @@ from trainers.model.experts import chosen_count, expert_share
 from trainers.model.freezing import freeze
 from trainers.model.load import base_dtype, compute_dtype, load_model_config, use_checkpointing
 from trainers.model.lora import add_adapters
+from trainers.model.qat import prepare
 from trainers.model.reachability import as_fakes, silent_weights
 from trainers.model.scalar_head import model_family
 from trainers.model.sizes import matmul_parameters, used_matmul_parameters
@@ -160,6 +162,8 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
             return add_adapters(base, config, complete=layers is None)
         if layers is None:  # in a small model, it would be other layers
             freeze(config, base)
+        if config.qat != "none" and importlib.util.find_spec("torchao"):  # without it, it is refused at the start
+            prepare(config, base)
         return base
 
 

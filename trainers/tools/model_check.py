@@ -29,6 +29,7 @@ from trainers.model.load import (
 )
 from trainers.model.lora import add_adapters
 from trainers.model.probe import in_one_line
+from trainers.model.qat import prepare
 from trainers.model.quantization import refuse_quantised
 from trainers.model.reachability import freeze_unreached, reach_of, refuse_unreached
 from trainers.model.rope_scaling import refuse_unscaled, scaled_positions
@@ -103,6 +104,8 @@ def inspect_model(config: TrainConfig, headers: Headers | None, strategy: Strate
     refuse_unreached(config, model_config.model_type, reach.unreached)
     if config.mixed_precision == "fp8":
         convert(model)
+    if config.qat != "none":
+        prepare(config, model)
     if splits or config.torch_compile:
         refuse_split(config, model, strategy)
     if headers is None:

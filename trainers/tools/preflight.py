@@ -232,6 +232,9 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool, on_this_machine: bool =
     mistakes = [Mistake(name, value, problem, remedy) for applies, name, value, problem, remedy in rules if applies]
     if config.mixed_precision == "fp8" and on_this_machine:
         mistakes += _float8_mistakes()
+    if config.qat != "none" and importlib.util.find_spec("torchao") is None:
+        remedy = '`pip install "tunesmith[fp8]"`, or leave it out'
+        mistakes.append(Mistake("qat", config.qat, "needs torchao, which is not installed", remedy))
     missing = [name for name in config.report_to if importlib.util.find_spec(name) is None]
     return mistakes + [
         Mistake("report_to", name, "is not installed", f"`pip install {name}`, or leave it out") for name in missing

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.diagnosis.advice import Change, Diagnosis, Evidence
 from app.runs.profiles import SHARES
+from ui.pages.run_machines import machines
 from ui.parts import (
     Html,
     ago,
@@ -58,7 +59,8 @@ def headline(view: dict[str, Any], comparison: dict[str, str] | None = None, dia
     phase = _PHASES.get(view["phase"], view["phase"])
     steps = "not started yet" if not step and view["state"] == "queued" else f"{steps}, {phase}" if phase else steps
     bar = meter(view["progress"], "steps done", steps)
-    return join([name, _origin(view, comparison), bar, _facts(view), _cause_and_next(view, diagnosed)])
+    parts = [name, _origin(view, comparison), bar, _facts(view), _cause_and_next(view, diagnosed), machines(view)]
+    return join(parts)
 
 
 def _origin(view: dict[str, Any], comparison: dict[str, str] | None) -> Html:

@@ -36,7 +36,7 @@ from trainers.config.own_data import DESCRIBING
 from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
 from ui.pages.strategy_parts import StrategyPicker
-from ui.pages.train_devices import JOB_NAMES, DevicesPart, chosen_job
+from ui.pages.train_devices import JOB_NAMES, DevicesPart, chosen_place
 from ui.pages.train_objective import ObjectivePart
 from ui.pages.train_parts import (
     PLAIN,
@@ -267,7 +267,7 @@ class _Form:
         return self.options[[field.name for field in self.fields].index(name)]
 
     def _values(self, raw: Sequence[Any]) -> dict[str, Any]:
-        """The values of the options; those of SLURM's job follow them in some events."""
+        """The values of the options; those of where to train follow them in some events."""
         return {field.name: value for field, value in zip(self.fields, raw[: len(self.fields)], strict=True)}
 
     def _preset_with(self, preset: str, raw: Sequence[Any]) -> str:
@@ -289,7 +289,8 @@ class _Form:
             values = differences(self._values(raw), preset or None)
         except ConfigError as error:
             return Preview(by_field(error.mistakes))
-        return preview(values, preset or None, **launch, slurm=chosen_job(raw[len(self.fields) :]))
+        launch |= chosen_place(raw[len(self.fields) :])
+        return preview(values, preset or None, **launch)
 
     def _with_default_strategy(
         self, resumed: str, force: bool, preset: str, strategy: str | None, devices: Any, *raw: Any
@@ -315,7 +316,7 @@ class _Form:
 
     def _label(self, resumed: str, raw: Sequence[Any]) -> str:
         """The label of the button that starts the run."""
-        submits = chosen_job(raw[len(self.fields) :]) is not None
+        submits = chosen_place(raw[len(self.fields) :])["slurm"] is not None
         return "Resume" if resumed else _SUBMIT if submits else _LAUNCH
 
     def show_rows(

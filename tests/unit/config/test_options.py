@@ -101,6 +101,19 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ),
         ({"neftune_noise_alpha": 5, "objective": "dpo"}, "neftune_noise_alpha=5.0 with objective=dpo: noise was tried"),
         ({"neftune_noise_alpha": -1}, "neftune_noise_alpha=-1 is refused"),
+        *(
+            ({"method": "full", "qat": "int4", **changes}, f"qat=int4 with {line}")
+            for changes, line in (
+                ({"method": "lora"}, "method=lora: adapters would not be rounded with their base"),
+                ({"method": "qlora"}, "method=qlora: adapters would not"),
+                ({"mixed_precision": "fp8"}, "mixed_precision=fp8, which rounds the same layers"),
+                ({"mixed_precision": "bf16", "master_weights": False}, "master_weights=false, whose updates"),
+                ({"torch_compile": True}, "torch_compile=true: they were not tried"),
+                ({"objective": "grpo"}, "objective=grpo: it was not tried with sampled"),
+            )
+        ),
+        ({"qat": "int3"}, "qat='int3' is refused"),
+        ({"qat": "int4", "method": "full", "qat_group_size": 4}, "qat_group_size=4 is refused"),
         ({"load_in_8bit": True}, "load_in_8bit is not offered: LLM.int8 rounds the inputs of a layer too"),
         ({"load_in_4bit": True}, "load_in_4bit is not an option; use --method qlora"),
         ({"method": "qlora", "use_dora": True}, "use_dora=true with method=qlora, which would dequantize"),

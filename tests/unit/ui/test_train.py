@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from app.services.choices import GpuChoice
 from app.services.form import preview
+from app.services.machines_form import MACHINES_FIELDS, machines_texts
 from app.services.memory_check import Verdict
 from app.services.slurm_form import SLURM_FIELDS
 from app.services.starting_values import NAMING, starting_values
@@ -20,7 +22,10 @@ from tests.made_runs import made_run
 from trainers.config.own_data import DESCRIBING
 from ui.context import ServerContext
 from ui.pages import strategy_parts, train, train_parts
+from ui.pages.train_devices import JOB_NAMES
 from ui.pages.train_parts import component_value
+
+NO_MACHINES = [""] * len(MACHINES_FIELDS)
 
 
 def gpus(*holders: str) -> list[GpuChoice]:
@@ -101,10 +106,10 @@ def test_a_draft_for_slurm_opens_as_it_was_left_where_slurm_is_offered(page: Any
     page.where.offered = offered
     draft = json.dumps({"preset": "tiny-lora", "job": {"on": "slurm", "nodes": "2", "gpus_per_node": "4"}})
     answer = page.open_page(_Greeted())(draft, SimpleNamespace(query_params={}))
-    target, *texts = answer[-10 - 3 - len(SLURM_FIELDS) : -12]
+    target, *texts = answer[-13 - len(JOB_NAMES) : -13]
     assert target == ("slurm" if offered else "local")
     assert texts[:2] == ["2", "4"]
-    assert [part["visible"] for part in answer[-12:-10]] == [not offered, offered]
+    assert [part["visible"] for part in answer[-13:-10]] == [not offered, False, offered]
     assert ("--nodes" in answer[-7]) is offered
     assert ("ts-bar" in answer[-3]) is not offered
 
@@ -259,7 +264,8 @@ def test_every_kind_of_value_of_a_job_is_an_option_or_a_mistake(page: Any) -> No
     for name in SLURM_FIELDS:
         for value in (None, "2", -1, 1.5, True, "x" * 9000, "<b>x</b>", "a\nb", "\ud800", [1], {}):
             job = {**texts, name: value}.values()
-            panel, _, _, command, _, button, _ = page.refresh("", False, "tiny-lora", "", "2", *values, "slurm", *job)
+            inputs = ["slurm", *job, *NO_MACHINES]
+            panel, _, _, command, _, button, _ = page.refresh("", False, "tiny-lora", "", "2", *values, *inputs)
             assert button.value == "Submit to SLURM"
             assert ("#SBATCH" in command) is button.interactive is ("to fix before it can start" not in panel)
             assert "<b>" not in panel + command
@@ -268,13 +274,57 @@ def test_every_kind_of_value_of_a_job_is_an_option_or_a_mistake(page: Any) -> No
 def test_anything_else_trains_on_this_machine(page: Any) -> None:
     values = [component.value for component in page.options]
     for target in (None, "", "local", 3, [], "SLURM"):
-        answer = page.refresh("", False, "tiny-lora", "", "2", *values, target, *[""] * len(SLURM_FIELDS))
+        answer = page.refresh("", False, "tiny-lora", "", "2", *values, target, *[""] * len(JOB_NAMES[1:]))
         assert answer[5].value == "Start training"
         assert "#SBATCH" not in answer[3]
-        assert page.where.switch(target)[1]["visible"] is False
-    assert page.where.switch("slurm")[1]["visible"] is True
+        assert [part["visible"] for part in page.where.switch(target)] == [True, False, False]
+    assert [part["visible"] for part in page.where.switch("slurm")] == [False, False, True]
 
 
 def test_a_run_that_is_resumed_stays_where_it_was(page: Any) -> None:
     assert page.where.keep_target("a-run") == gr.update(visible=False, value="local")
-    assert page.where.keep_target("")["visible"] is page.where.offered
+    assert page.where.keep_target("")["visible"] is True
+
+
+# -- several machines ------------------------------------------------------------------------------------------------
+
+
+def test_every_kind_of_value_of_several_machines_is_an_option_or_a_mistake(page: Any) -> None:
+    values = [component.value for component in page.options]
+    good = {**machines_texts(), "main_process_ip": "127.0.0.1"}
+    no_job = [""] * len(SLURM_FIELDS)
+
+    def refresh(**changes: Any) -> list[Any]:
+        texts = {**good, **changes}.values()
+        return page.refresh("", False, "tiny-lora", "", "2", *values, "machines", *no_job, *texts)
+
+    panel, _, _, command, _, button, _ = refresh()
+    assert button.interactive
+    line = re.sub("<[^>]*>", "", command)
+    assert "--num_processes 4 --num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1 --main_process_port" in line
+    assert "CPU process" in panel
+    for name in MACHINES_FIELDS:
+        for value in (None, -1, 1.5, True, "x" * 9000, "<b>x</b>", "a\nb", "\ud800", {}, "0", "999999", "\u0661"):
+            panel, _, _, command, _, button, _ = refresh(**{name: value})
+            accepted = name == "min_machines" and value is None
+            assert button.interactive is accepted is ("to fix before it can start" not in panel), (name, value)
+            assert "<b>" not in panel + command
+    assert "all machines must see the run folder" in refresh(shared_folder="no")[0]
+
+
+def test_a_port_in_use_and_an_address_elsewhere_are_named(page: Any) -> None:
+    values = [component.value for component in page.options]
+
+    def panel(**changes: str) -> str:
+        texts = {**machines_texts(), "main_process_ip": "127.0.0.1", **changes}.values()
+        inputs = ["machines", *[""] * len(SLURM_FIELDS), *texts]
+        return str(page.refresh("", False, "tiny-lora", "", "2", *values, *inputs)[0])
+
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        problem = f"main_process_port={port} cannot be opened on this machine: Address already in use; use another"
+        assert problem in panel(main_process_port=port)
+    assert "to fix" not in panel(main_process_port=port), "control"
+    assert "is no address of this machine" in panel(main_process_ip="192.0.2.1"), "of documentation"
