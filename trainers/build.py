@@ -85,7 +85,7 @@ def _collectives_wait(config: TrainConfig) -> timedelta:
     return timeout
 
 
-def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks, Mesh]:
+def accelerator(config: TrainConfig, strategy: Strategy) -> tuple[Accelerator, Ranks, Mesh]:
     """Creates the process group, the Accelerator and the mesh that the Accelerate file specifies, and sets the seed."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -113,8 +113,6 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     accelerator = Accelerator(
         # The loss module applies autocast for all strategies; fp16 also needs Accelerate's gradient scaler.
         mixed_precision="fp16" if config.mixed_precision == "fp16" else "no",
-        log_with=config.report_to or None,
-        project_dir=str(run.path),
         kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
     )
     unset_hf_deepspeed_config()  # under ZeRO 3, transformers would partition weights on loading

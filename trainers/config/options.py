@@ -42,7 +42,7 @@ _QUANTIZATION = {
 """Options of transformers' bitsandbytes config: what is wrong with them, and the remedy."""
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab", "comet_ml")
 
 
 class TrainConfig(
@@ -151,7 +151,7 @@ class TrainConfig(
     share_gpus: bool = option("run", False)
     """Start even if another run uses the same GPUs, instead of waiting for them."""
     report_to: Names = option("run", [])
-    """Trackers in addition to `metrics.jsonl`, comma-separated: tensorboard, wandb, trackio, mlflow."""
+    """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow, swanlab, comet_ml."""
     profile_steps: StepRange = option("run", None)
     """First and last step to profile, such as 10:13: writes a trace and a summary into the run folder."""
     profile_ranks: RankNames = option("run", ["0"], min_length=1)
