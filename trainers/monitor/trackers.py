@@ -49,13 +49,16 @@ _DEFAULTS = {
     },
 }  # fmt: skip
 """Environment variables that are set where the user has not: trackers get rows and options. Output (in which secrets
-are not yet redacted), code and the address of the git remote (which may hold a token) stay here, so do error reports."""
+are not yet redacted), code, error reports and the address of the git remote (which may hold a token) stay here."""
 _FOLDERS = {
     "wandb": ("wandb", ("WANDB_DIR",)),
     "swanlab": ("swanlog", ("SWANLAB_LOG_DIR", "SWANLAB_LOGDIR")),
     "comet_ml": ("comet", ("COMET_OFFLINE_DIRECTORY",)),
 }
 """Of trackers with files of their own: where in the run folder, unless one of these variables says where."""
+_KEEP_BOTH = ("wandb", "trackio", "mlflow")
+"""Trackers with two values of a step that is logged twice. TensorBoard and SwanLab have one; Comet's offline files are
+lost when its process is killed, so that they have no value of such steps yet."""
 
 
 class _TooLong(BaseException):
@@ -66,7 +69,7 @@ class Trackers:
     """The trackers of a run, on rank 0; the other ranks have none.
 
     A later attempt goes on in the tracked run of the earlier ones, whose id the run folder keeps. TensorBoard forgets
-    the steps that are trained again; the other trackers, which cannot, keep the values that they have of those.
+    the steps that are trained again; of the others, those that would have two values of a step keep the first.
 
     Args:
         config: the run's config.
@@ -96,8 +99,7 @@ class Trackers:
                     tracker.finish()
                 continue
             self._trackers.append(tracker)
-            # An offline experiment of Comet is lost when its process is killed, so that it has no row of those steps.
-            self._logged[name] = logged if name in ids and name not in ("tensorboard", "comet_ml") else {}
+            self._logged[name] = logged if name in ids and name in _KEEP_BOTH else {}
             ids[name] = _id_of(tracker)
         if ids and config.report_to:
             write_json(run.trackers, ids)
@@ -166,8 +168,8 @@ class Trackers:
                 with _within(self._limit):
                     call(tracker)
             except (Exception, SystemExit, _TooLong) as error:
-                problem = self._summary(error)
-                print(f"warning: {tracker.name} gets no more rows ({problem}); metrics.jsonl has all of them", flush=True)
+                text = f"gets no more rows ({self._summary(error)}); metrics.jsonl has all of them"
+                print(f"warning: {tracker.name} {text}", flush=True)
                 self._trackers.remove(tracker)
 
     def _summary(self, error: BaseException) -> str:
