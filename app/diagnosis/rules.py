@@ -152,7 +152,8 @@ HANG_RULES = (
          r"(?:RuntimeError|DistBackendError): (?:\[[^\]]{0,200}\] ?)?(?:Timed out waiting \d+ms for (?:recv|send)"
          r"|Rank \d+ (?:failed to pass|timed out)|.{0,120}[Tt]imed out after \d+ ?ms|.{0,60}monitoredBarrier)",
          log=r"(?:\[Rank \d+\] )?Watchdog caught collective operation timeout: (?P<what>WorkNCCL\(.{0,300}\))",
-         help="The rank that is missing from the others' lines is the one to look at.",
+         help="The rank that is missing from the others' lines is the one to look at; --ddp_timeout is how long they "
+              "wait.",
          evidence=r".*(?:collective operation timeout|OpType=|failed to pass monitoredBarrier)"),
 )  # fmt: skip
 

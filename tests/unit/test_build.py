@@ -41,10 +41,20 @@ def test_a_hang_is_told_before_a_collective_gives_up(
     hang_timeout: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In groups too that nobody gives a timeout, for which NCCL has one of its own."""
-    monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    for name in ("default_pg_nccl_timeout", "default_pg_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, timedelta(minutes=10))
     config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded", "hang_timeout": hang_timeout})
     assert build._collectives_wait(config) == timedelta(minutes=minutes)
     assert distributed_c10d._get_default_timeout("nccl") == timedelta(minutes=minutes)
+
+
+def test_a_timeout_of_ones_own_is_that_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_nccl_timeout", "default_pg_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, timedelta(minutes=10))
+    config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded", "ddp_timeout": 90})
+    assert build._collectives_wait(config) == timedelta(seconds=90)
+    for backend in ("nccl", "gloo"):
+        assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=90)
 
 
 def test_a_run_keeps_cudnn_out_of_attention() -> None:

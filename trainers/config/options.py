@@ -74,6 +74,10 @@ class TrainConfig(
     """Use deterministic kernels on GPUs, at some cost in speed; CPU runs are always deterministic."""
 
     # Data parallel
+    ddp_backend: Literal["auto", "nccl", "gloo", "cpu:gloo,cuda:nccl"] = option("ddp", "auto")
+    """Backend between ranks; auto: NCCL on GPUs, gloo on CPUs. gloo on GPUs: with `ddp` only."""
+    ddp_timeout: Annotated[int | None, Optionally] = option("ddp", None, "seconds", ge=1, le=10**9)
+    """Limit of a collective; default: 5 minutes more than `hang_timeout`, at least 35 minutes."""
     ddp_comm_hook: Literal["none", "fp16", "bf16", "power_sgd"] = option("ddp", "none")
     """Compress DDP's gradient all-reduce; not covered by the parity promise."""
     ddp_bucket_cap_mb: int = option("ddp", 25, "MiB", ge=1, le=2**20)

@@ -374,6 +374,9 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if config.ddp_comm_hook != "none" and divides:
         hook = config.ddp_comm_hook
         return f"ddp_comm_hook={hook} would sum over all ranks, whose weights differ under tp, pp and ep; leave it out"
+    replicated = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
+    if config.ddp_backend == "gloo" and has_gpu and not replicated:
+        return "ddp_backend=gloo on GPUs is for ddp, whose collectives it has there; use auto, or ddp"
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers sharded by tp get no gradient at all.
     if config.torch_compile and (divides or sizes.sequence_shards > 1):
