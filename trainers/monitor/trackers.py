@@ -56,9 +56,6 @@ _FOLDERS = {
     "comet_ml": ("comet", ("COMET_OFFLINE_DIRECTORY",)),
 }
 """Of trackers with files of their own: where in the run folder, unless one of these variables says where."""
-_KEEP_BOTH = ("wandb", "trackio", "mlflow")
-"""Trackers with two values of a step that is logged twice. TensorBoard and SwanLab have one; Comet's offline files are
-lost when its process is killed, so that they have no value of such steps yet."""
 
 
 class _TooLong(BaseException):
@@ -99,7 +96,7 @@ class Trackers:
                     tracker.finish()
                 continue
             self._trackers.append(tracker)
-            self._logged[name] = logged if name in ids and name in _KEEP_BOTH else {}
+            self._logged[name] = logged if name in ids and _keeps_both(tracker) else {}
             ids[name] = _id_of(tracker)
         if ids and config.report_to:
             write_json(run.trackers, ids)
@@ -184,6 +181,17 @@ def _settings(config: TrainConfig) -> dict[str, int | float | str]:
     settings = config.model_dump(exclude_none=True)
     plain = {name: value if isinstance(value, int | float) else text_of(value) for name, value in settings.items()}
     return {name: without_secrets(value) if isinstance(value, str) else value for name, value in plain.items()}
+
+
+def _keeps_both(tracker: Any) -> bool:
+    """Whether a tracker would have two values of a step that is logged by two attempts.
+
+    TensorBoard and SwanLab have one. Comet's offline files are lost when its process is killed, so that there is none
+    of the earlier attempt.
+    """
+    if tracker.name == "comet_ml":
+        return "Offline" not in type(tracker.tracker).__name__
+    return tracker.name in ("wandb", "trackio", "mlflow")
 
 
 def _id_of(tracker: Any) -> str:
