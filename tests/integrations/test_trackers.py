@@ -19,7 +19,8 @@ from tests.e2e.test_commands import pid_of, start, steps_of, tunesmith, wait_for
 from tests.integrations import stores
 from trainers.run.folder import RunFolder, read_json
 
-STEPS, SAVE = 60, 10
+STEPS, SAVE = 24, 5
+SMALL = {"max_length": 64, "global_batch_size": 2, "per_device_train_batch_size": 2, "max_train_samples": 60}
 TRACKERS = "tensorboard,wandb,trackio,mlflow,swanlab,comet_ml"
 SHORT = ("tiny-lora", "--max_steps", "2", "--logging_steps", "1", "--strategy", "single")
 KEYS = {
@@ -70,8 +71,9 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
                             "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
                             "SOME_PROXY": f"http://someone:{URL_PASSWORD}@proxy:3128"}.items():  # fmt: skip
             patch.setenv(name, value)
-        with start(run, folder, max_steps=STEPS, save_steps=SAVE, strategy="single", report_to=TRACKERS) as process:
-            wait_for(lambda: steps_of(run) > 1.5 * SAVE)
+        with start(run, folder, **SMALL, max_steps=STEPS, save_steps=SAVE, strategy="single",
+                   report_to=TRACKERS) as process:  # fmt: skip
+            wait_for(lambda: steps_of(run) > 1.5 * SAVE or process.poll() is not None)
             os.kill(pid_of(run, "rank", 0), signal.SIGKILL)
             process.communicate(timeout=500)
         clone = tunesmith("runs", "clone", "out", "--runs_dir", ".", "--output_dir", "again", "--max_steps", "2",

@@ -25,6 +25,7 @@ from trainers.config.yaml_file import read_yaml
 from trainers.strategy import topics
 from trainers.strategy.accelerate_rules import FP16_UNSCALED, SCALED_TYPES, check, mesh_sizes
 from trainers.strategy.accelerate_schema import AccelerateConfig
+from trainers.strategy.backend_refusal import backend_refusal
 from trainers.strategy.deepspeed_rules import SOURCE, leaves_parity, output_paths, read_json
 from trainers.strategy.deepspeed_schema import QUANTIZED, DeepSpeedJson
 from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted, size_option
@@ -367,16 +368,14 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if reason := optimizer_refusal(config, uses_deepspeed, uses_fsdp1, strategy.offload, own_optimizer, states_on):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
-    if reason := objective_refusal(strategy.sizes, config):
+    if reason := objective_refusal(strategy.sizes, config) or method_refusal(strategy.sizes, config):
         return reason
-    if reason := method_refusal(strategy.sizes, config):
+    replicates = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
+    if reason := backend_refusal(replicates, config, has_gpu):
         return reason
     if config.ddp_comm_hook != "none" and divides:
         hook = config.ddp_comm_hook
         return f"ddp_comm_hook={hook} would sum over all ranks, whose weights differ under tp, pp and ep; leave it out"
-    replicated = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
-    if config.ddp_backend == "gloo" and has_gpu and not replicated:
-        return "ddp_backend=gloo on GPUs is for ddp, whose collectives it has there; use auto, or ddp"
     micro_batches, sizes = config.accumulation_steps(strategy.data_parallel_size), strategy.sizes
     # With torch 2.11, compiled layers sharded by tp get no gradient at all.
     if config.torch_compile and (divides or sizes.sequence_shards > 1):
