@@ -360,7 +360,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     Raises:
         ConfigError: If the global batch does not divide evenly.
     """
-    if reason := cannot_run(strategy, config.method, has_gpu):
+    if reason := cannot_run(strategy, config.method, has_gpu) or backend_refusal(strategy, config, has_gpu):
         return reason
     own_optimizer, uses_deepspeed = "optimizer" in strategy.deepspeed_json, strategy.distributed_type == "DEEPSPEED"
     uses_fsdp1 = strategy.distributed_type == "FSDP" and strategy.fsdp_version == 1
@@ -369,9 +369,6 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
     if reason := objective_refusal(strategy.sizes, config) or method_refusal(strategy.sizes, config):
-        return reason
-    replicates = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
-    if reason := backend_refusal(replicates, config, has_gpu):
         return reason
     if config.ddp_comm_hook != "none" and divides:
         hook = config.ddp_comm_hook
