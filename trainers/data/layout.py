@@ -125,7 +125,9 @@ class ScoredDocuments:
         """A copy whose tensors are on `device`."""
         names = ("of_label", "tokens", "reference", "desirable", "kl", "advantages", "sampled", "old")
         tensors = {name: getattr(self, name) for name in names}
-        moved = {name: to_device(tensor, device) for name, tensor in tensors.items() if tensor is not None}
+        moved: dict[str, Any] = {
+            name: to_device(tensor, device) for name, tensor in tensors.items() if tensor is not None
+        }
         columns = {name: to_device(numbers, device) for name, numbers in self.columns.items()}
         return replace(self, columns=columns, **moved)
 
