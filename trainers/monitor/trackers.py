@@ -186,12 +186,12 @@ def _settings(config: TrainConfig) -> dict[str, int | float | str]:
 def _keeps_both(tracker: Any) -> bool:
     """Whether a tracker would have two values of a step that is logged by two attempts.
 
-    TensorBoard and SwanLab have one. Comet's offline files are lost when its process is killed, so that there is none
-    of the earlier attempt.
+    TensorBoard has one, and the servers of W&B and SwanLab drop a step that they have. Offline, a kill loses rows of
+    W&B and SwanLab, and all of Comet's.
     """
     if tracker.name == "comet_ml":
         return "Offline" not in type(tracker.tracker).__name__
-    return tracker.name in ("wandb", "trackio", "mlflow")
+    return tracker.name in ("trackio", "mlflow")
 
 
 def _id_of(tracker: Any) -> str:

@@ -161,10 +161,11 @@ def test_a_later_attempt_goes_on_in_the_same_tracked_run_with_each_value_once(tm
     assert (trackio.options["name"], trackio.options["resume"]) == (first[1].options["name"], "allow")
     assert mlflow.options == {"run_id": "run of mlflow"}
     assert "configuration" not in mlflow.calls, "MLflow refuses other values"
-    for service in (wandb, trackio, mlflow):
+    for service in (trackio, mlflow):
         assert [step for step, numbers in service.rows if "loss" in numbers] == [6, 7]
         assert [step for step, numbers in service.rows if "eval_loss" in numbers] == [4, 5, 6, 7]
-    assert [step for step, numbers in swanlab.rows if "loss" in numbers] == [4, 5, 6, 7], "SwanLab drops repeated steps"
+    for service in (wandb, swanlab):  # their servers drop repeated steps
+        assert [step for step, numbers in service.rows if "loss" in numbers] == [4, 5, 6, 7]
 
 
 def test_another_folder_is_another_tracked_run(tmp_path: Path) -> None:
