@@ -132,11 +132,11 @@ class Trackers:
                 self._run.own_folder(PROJECT)
                 return {"logging_dir": str(self._run.path), "purge_step": self._first_step if known else None}
             case "wandb":
-                place = {"dir": str(self._run.path)} if folder else {}
-                return {"name": self._name, **place, **({"id": known, "resume": "allow"} if known else {})}
+                location = {"dir": str(self._run.path)} if folder else {}
+                return {"name": self._name, **location, **({"id": known, "resume": "allow"} if known else {})}
             case "swanlab":
-                place = {"log_dir": folder} if folder else {}
-                return {"name": self._name, **place, **({"id": known, "resume": "allow"} if known else {})}
+                location = {"log_dir": folder} if folder else {}
+                return {"name": self._name, **location, **({"id": known, "resume": "allow"} if known else {})}
             case "trackio":  # a run is found again by its name alone
                 name = known or f"{self._name}-{os.urandom(4).hex()}"
                 return {"name": name, "resume": "allow" if known else "never"}
