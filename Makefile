@@ -8,6 +8,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' constraints.txt)
+SWANLAB_VERSION := $(shell sed -n 's/^swanlab==//p' constraints.txt)
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo cuda || echo cpu)
 # uv where it is installed, which is quicker; else pip.
 INSTALL := $(if $(shell command -v uv 2>/dev/null),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install)
@@ -102,6 +103,7 @@ $(INTEGRATIONS): $(DEVELOPMENT)
 	  $(BIN)/python -m pip install --quiet -c constraints.txt ./$(VENV)/llama_cpp_python
 	$(INSTALL) --quiet -c constraints.txt --editable ".[integrations]"
 	$(INSTALL) --quiet -c constraints.txt --no-deps liger-kernel
+	$(INSTALL) --quiet "swanlab==$(SWANLAB_VERSION)"  # without the other pins: it wants an older protobuf
 	touch $(INTEGRATIONS)
 
 # What the processor has of them; 1, 2 and 4 threads.

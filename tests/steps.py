@@ -17,7 +17,6 @@ from trainers.data.prepare import prepare
 from trainers.monitor.stragglers import Stragglers
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.sequence import sequence_shard
-from trainers.run.folder import RunFolder
 from trainers.step import StepResult, TrainContext, train_step
 from trainers.strategy.mesh import Mesh, MeshSizes
 from trainers.strategy.strategy import Strategy, load_strategy
@@ -44,7 +43,7 @@ class Steps:
             made = Accelerator()
             ranks, mesh = Ranks(made.device), Mesh(MeshSizes())
         else:
-            made, ranks, mesh = build.accelerator(config, strategy, RunFolder(folder))
+            made, ranks, mesh = build.accelerator(config, strategy)
         self.loss = build.module(config, main_rank=True)
         backend, _ = build.backend(config, strategy or load_strategy("single"), made, ranks, mesh, self.loss)
         nothing: Any = None

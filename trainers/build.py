@@ -78,15 +78,21 @@ _HALF_AN_HOUR = 1800
 def _collectives_wait(config: TrainConfig) -> timedelta:
     """Sets and returns the timeout of collectives in every process group.
 
-    It exceeds `hang_timeout`, so that the heartbeat can report the hanging rank before NCCL ends the waiting ones. It
-    also replaces NCCL's default of ten minutes, for groups that device meshes and DeepSpeed create.
+    By default, it exceeds `hang_timeout`, so that the heartbeat can report the hanging rank before the others give up.
+    It also replaces torch's own defaults, for groups that device meshes and DeepSpeed create.
     """
-    timeout = timedelta(seconds=max(_HALF_AN_HOUR, config.hang_timeout) + 300)
-    distributed_c10d.default_pg_nccl_timeout = timeout
+    seconds = config.ddp_timeout or max(_HALF_AN_HOUR, config.hang_timeout) + 300
+    timeout = timedelta(seconds=seconds)
+    distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
     return timeout
 
 
-def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tuple[Accelerator, Ranks, Mesh]:
+def asked_backend(config: TrainConfig) -> str | None:
+    """The communication backend that the user chose; None for the one that Accelerate takes."""
+    return None if config.ddp_backend == "auto" else config.ddp_backend
+
+
+def accelerator(config: TrainConfig, strategy: Strategy) -> tuple[Accelerator, Ranks, Mesh]:
     """Creates the process group, the Accelerator and the mesh that the Accelerate file specifies, and sets the seed."""
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -114,9 +120,7 @@ def accelerator(config: TrainConfig, strategy: Strategy, run: RunFolder) -> tupl
     accelerator = Accelerator(
         # The loss module applies autocast for all strategies; fp16 also needs Accelerate's gradient scaler.
         mixed_precision="fp16" if config.mixed_precision == "fp16" else "no",
-        log_with=config.report_to or None,
-        project_dir=str(run.path),
-        kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timeout)],
+        kwargs_handlers=[ddp, InitProcessGroupKwargs(backend=asked_backend(config), timeout=timeout)],
     )
     unset_hf_deepspeed_config()  # under ZeRO 3, transformers would partition weights on loading
     set_seed(config.seed)

@@ -41,6 +41,7 @@ _UNRELATED = frozenset({
     "save_total_limit", "checkpoint_url", "max_restarts", "hang_timeout", "non_finite", "loss_spike_factor",
     "share_gpus", "report_to", "profile_steps", "profile_ranks", "merge_adapter", "export_dtype",
     "embedding_learning_rate", "eval_only", "eval_answer_tokens", "eval_generate_steps", "eval_generate_prompts",
+    "ddp_backend", "ddp_timeout",
 })  # fmt: skip
 """Options that cannot change a bit of the values. All others count, so a new option is safe until it is listed."""
 _KERNELS = (

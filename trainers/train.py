@@ -259,7 +259,7 @@ def train(
     plan = plan_training(config, data, strategy.data_parallel_size, shard)
     CLOCK.ended("data")
 
-    accelerator, ranks, mesh = build.accelerator(config, strategy, run)
+    accelerator, ranks, mesh = build.accelerator(config, strategy)
     attempt = ranks.broadcast(attempt)
     CLOCK.ended("processes")
     loss = build.module(config, main_rank, [data, eval_data], plan)
@@ -284,7 +284,8 @@ def train(
 
     processes = [launch.launcher, *ranks.gather(Process.of("rank", ranks.rank))]
     local_forward = strategy.distributed_type in ("NO", "MULTI_GPU") and not strategy.has_mesh
-    reporter = Reporter(run, accelerator, config, attempt, main_rank, console, processes)
+    resumed_at = progress.step if folder is not None else None
+    reporter = Reporter(run, config, resumed_at, main_rank, console, processes)
     context = TrainContext(
         config=config, run=run, ranks=ranks, mesh=mesh, backend=backend,
         bare=loss.model, balancing=loss.balancing, buffers=buffers, matmul_parameters=(trained, frozen, teacher),

@@ -186,7 +186,8 @@ def _trends(metrics: Metrics, log: Sequence[Line], plan: Plan | None) -> Iterato
     for rule in RULES:
         if rule.always:
             if lines := [line for line in _matching(rule.log, log) if line.writer == "0"]:
-                yield rule, {}, lines[:1]
+                match = re.match(rule.log, read.message(lines[0]))
+                yield rule, _groups(match) if match else {}, lines[:1]
         elif rule.trend and plan is not None and (facts := _computed(rule.trend, metrics, plan)) is not None:
             yield rule, facts, _shown_by(rule, log)
 

@@ -152,7 +152,8 @@ HANG_RULES = (
          r"(?:RuntimeError|DistBackendError): (?:\[[^\]]{0,200}\] ?)?(?:Timed out waiting \d+ms for (?:recv|send)"
          r"|Rank \d+ (?:failed to pass|timed out)|.{0,120}[Tt]imed out after \d+ ?ms|.{0,60}monitoredBarrier)",
          log=r"(?:\[Rank \d+\] )?Watchdog caught collective operation timeout: (?P<what>WorkNCCL\(.{0,300}\))",
-         help="The rank that is missing from the others' lines is the one to look at.",
+         help="The rank that is missing from the others' lines is the one to look at; --ddp_timeout is how long they "
+              "wait.",
          evidence=r".*(?:collective operation timeout|OpType=|failed to pass monitoredBarrier)"),
 )  # fmt: skip
 
@@ -328,9 +329,6 @@ REQUEST_RULES = (
     Rule("past_the_end", "The checkpoint is at step {reached}, past the last step of the run.",
          r".{0,400} is at step (?P<reached>\d{1,15}), past the \d+ of this run",
          remedies=(Remedy("a run of {max_steps} steps", {"max_steps": changes.reached_step}),)),
-    Rule("tracker", "A tracker did not start: {what}.",
-         r"report_to=\S+: a tracker did not start \((?P<what>.{0,200}?)\); check",
-         remedies=(Remedy("without trackers; metrics.jsonl has every row", {"report_to": ""}),)),
     Rule("copy_unreachable", "The place for copies of checkpoints cannot be used.",
          r"(?:.{0,200}; |.{0,100}failed: rank \d+: )?checkpoint_url=", remedies=(NO_COPY,),
          help="Check its address and credentials."),
@@ -362,6 +360,10 @@ TREND_RULES = (
          log=r"warning: no stop token is trained, so the model will not learn to end its reply: the template writes "
              r"none after a last reply; give --chat_template FILE that does$",
          help="Give --chat_template FILE that writes one after the last reply."),
+    Rule("tracker", "A tracker, {tracker}, is done without: {what}.", always=True,
+         log=r"warning: (?:report_to=)?(?P<tracker>\w+) (?:did not start|gets no more rows) "
+             r"\((?P<what>.{0,250}?)\)(?:; |$)",
+         help="Check its settings and its address; metrics.jsonl has every row."),
     Rule("flat_loss", "The loss does not fall: {first} at the beginning, {last} at the end, at a learning rate of "
          "{rate}.", trend=trends.loss_does_not_fall,
          remedies=(Remedy("learning rate {learning_rate}, usual for {config.method}",

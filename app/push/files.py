@@ -208,7 +208,7 @@ def _with_base(card: bytes | Path, local: str, base_model: str, is_adapter: bool
     text = card.read_text(encoding="utf-8") if isinstance(card, Path) else card.decode()
     parsed = ModelCard(text, ignore_metadata_errors=True)
     parsed.data["base_model"] = base_model
-    relation = "merge" if "merge" in (parsed.data.tags or []) else "finetune"
+    relation = "merge" if "merge" in (parsed.data.get("tags") or []) else "finetune"
     parsed.data["base_model_relation"] = "adapter" if is_adapter else relation
     body, name = parsed.text, str(public(local))
     names = {

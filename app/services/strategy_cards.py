@@ -40,6 +40,7 @@ _NO_EFFECT = (
     "preset", "dataset_name", "eval_dataset_name", "eval_share", "num_train_epochs", "max_steps", "learning_rate",
     "lr_scheduler_type", "lr_num_cycles", "lr_power", "lr_decay_ratio", "lr_decay_type", "warmup_steps", "warmup_ratio",
     "weight_decay", "run_name", "runs_dir", "output_dir", "seed", "report_to", "logging_steps", "save_steps",
+    "ddp_timeout",
 )  # fmt: skip
 """Options that people change often, and on which neither memory nor speed depends."""
 

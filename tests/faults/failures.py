@@ -183,7 +183,7 @@ FAILURES = [
     Failure("no chat template", "no_chat_template", direct=True,
             make=lambda home: model(home, lambda folder: (folder / "chat_template.jinja").unlink())),
     # services
-    Failure("a tracker does not start", "tracker", "block_tracker", {"report_to": "tensorboard"}, applied=1,
+    Failure("a tracker does not start", "tracker", "block_tracker", {"report_to": "tensorboard"}, state="done",
             make=lambda home: {"BLOCKED": str(home / "runs" / "mine" / "tunesmith")}),
     Failure("copies cannot be written", "copy_unreachable", options={"checkpoint_url": "s3://no-such-bucket-/x"},
             applied=1, direct=True),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,24 @@ def test_a_rank_that_hangs_tells_where(strategy: str, home: Path, faulty: dict[s
     assert any("in never_ends" in line for line in spoken)
     clean(run)
     fault.harmless()
+
+
+@pytest.mark.parametrize("strategy", mostly_long([*STRATEGIES, "tp"], []))
+def test_without_a_watch_the_others_give_up_after_the_time_asked_for(strategy: str, home: Path) -> None:
+    """Control: the default is more than half an hour."""
+    run = detached(home, "mine", 2, strategy=strategy, ddp_backend="gloo", hang_timeout=0, ddp_timeout=20,
+                   max_restarts=0, **OPTIONS)  # fmt: skip
+    until(lambda: state_of(run) == "running" and saved(run) >= INTERVAL)
+    os.kill(pid_of(run, "rank", 1), signal.SIGSTOP)
+    stopped = time.monotonic()
+    state = ended(run)
+    assert 15 < time.monotonic() - stopped < 100
+    assert state["state"] == "failed"
+    assert re.search(r"communication +gloo +gloo", run.log.read_text())
+    assert "Timed out waiting 20000ms" in told(run)
+    shown = tunesmith("runs", "show", "mine", home=home)
+    assert "A collective did not complete in time: some rank never came to it" in shown.stdout
+    clean(run)
 
 
 CASES = [(kind, strategy) for kind in ("nan", "inf") for strategy in STRATEGIES]

@@ -64,6 +64,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "fsdp2": {"strategy": "fsdp2"},
     "fsdp2_offload": {"strategy": "fsdp2_offload"},
     "two by nccl": {"strategy": "ddp", "processes": 2},
+    "two by gloo": {"strategy": "ddp", "processes": 2, "ddp_backend": "gloo"},
+    "two by both": {"strategy": "fsdp2", "processes": 2, "ddp_backend": "cpu:gloo,cuda:nccl"},
     "two for longer": LONGER,
     "bf16 hook": {**LONGER, "ddp_comm_hook": "bf16"},
     "power_sgd hook": {**LONGER, "ddp_comm_hook": "power_sgd"},

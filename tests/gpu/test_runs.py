@@ -130,6 +130,18 @@ def test_two_gpus_by_nccl_are_one_process(launched: Launches) -> None:
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.parametrize(("name", "backend"), [
+    pytest.param("two by gloo", "gloo", marks=runs("two by gloo")),
+    pytest.param("two by both", "nccl", marks=runs("two by both")),
+])  # fmt: skip
+@runs("fp32", "wrong rate")
+def test_two_gpus_by_a_chosen_backend_are_one_process(name: str, backend: str, launched: Launches) -> None:
+    two = launched(name)
+    assert difference(two, launched("fp32")) < 1e-5 < difference(launched("wrong rate"), launched("fp32"))
+    assert f"communication {backend} " in " ".join(two.output.split())
+
+
+@pytest.mark.gpus(2)
 @runs("bf16 hook", "power_sgd hook", "two for longer", "fp32", "wrong rate")
 def test_compressed_gradients_train_alike(launched: Launches, band: float) -> None:
     """bf16 from the first step on, PowerSGD once it begins."""

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,18 +25,13 @@ from trainers.objectives.loss_module import LossModule
 from trainers.strategy.mesh import MeshSizes
 
 STARTED = """
-import sys
-from pathlib import Path
 import torch
 from tests.launching import ROOT, environment
 from trainers import build
 from trainers.config.parse import Request
-from trainers.run.folder import RunFolder
 from trainers.strategy.strategy import load_strategy
 before = torch.backends.cuda.cudnn_sdp_enabled()
-run = RunFolder(Path(sys.argv[1]))
-run.create()
-build.accelerator(Request(preset="tiny-lora").resolve(), load_strategy("single"), run)
+build.accelerator(Request(preset="tiny-lora").resolve(), load_strategy("single"))
 print(before, torch.backends.cuda.cudnn_sdp_enabled())
 """
 
@@ -47,15 +41,25 @@ def test_a_hang_is_told_before_a_collective_gives_up(
     hang_timeout: int, minutes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In groups too that nobody gives a timeout, for which NCCL has one of its own."""
-    monkeypatch.setattr(distributed_c10d, "default_pg_nccl_timeout", timedelta(minutes=10))
+    for name in ("default_pg_nccl_timeout", "default_pg_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, timedelta(minutes=10))
     config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded", "hang_timeout": hang_timeout})
     assert build._collectives_wait(config) == timedelta(minutes=minutes)
     assert distributed_c10d._get_default_timeout("nccl") == timedelta(minutes=minutes)
 
 
-def test_a_run_keeps_cudnn_out_of_attention(tmp_path: Path) -> None:
+def test_a_timeout_of_ones_own_is_that_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("default_pg_nccl_timeout", "default_pg_timeout"):
+        monkeypatch.setattr(distributed_c10d, name, timedelta(minutes=10))
+    config = build_config({"model_name_or_path": "embedded", "dataset_name": "embedded", "ddp_timeout": 90})
+    assert build._collectives_wait(config) == timedelta(seconds=90)
+    for backend in ("nccl", "gloo"):
+        assert distributed_c10d._get_default_timeout(backend) == timedelta(seconds=90)
+
+
+def test_a_run_keeps_cudnn_out_of_attention() -> None:
     """Control: torch begins with it."""
-    command = [sys.executable, "-c", STARTED, str(tmp_path / "run")]
+    command = [sys.executable, "-c", STARTED]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=True, cwd=ROOT)
     assert done.stdout.split()[-2:] == ["True", "False"]
 

@@ -129,6 +129,8 @@ LABELS = {
     "tf32": "Faster, coarser matrix products",
     "deterministic": "Same bits on every run",
     # Data parallel
+    "ddp_backend": "Communication backend",
+    "ddp_timeout": "Wait for other processes",
     "ddp_comm_hook": "Compress exchanged gradients",
     "ddp_bucket_cap_mb": "Size of gradient messages",
     "ddp_find_unused_parameters": "Freeze what no text reaches",

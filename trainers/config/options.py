@@ -42,7 +42,7 @@ _QUANTIZATION = {
 """Options of transformers' bitsandbytes config: what is wrong with them, and the remedy."""
 UNKNOWN = "is not an option"
 """`Mistake.problem` of an unknown option."""
-TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab", "comet_ml")
 
 
 class TrainConfig(
@@ -74,6 +74,10 @@ class TrainConfig(
     """Use deterministic kernels on GPUs, at some cost in speed; CPU runs are always deterministic."""
 
     # Data parallel
+    ddp_backend: Literal["auto", "nccl", "gloo", "cpu:gloo,cuda:nccl"] = option("ddp", "auto")
+    """Backend between ranks; auto: NCCL on GPUs, gloo on CPUs. gloo on GPUs: with `ddp` only."""
+    ddp_timeout: Annotated[int | None, Optionally] = option("ddp", None, "seconds", ge=1, le=10**9)
+    """Limit of a collective; default: 5 minutes more than `hang_timeout`, at least 35 minutes."""
     ddp_comm_hook: Literal["none", "fp16", "bf16", "power_sgd"] = option("ddp", "none")
     """Compress DDP's gradient all-reduce; not covered by the parity promise."""
     ddp_bucket_cap_mb: int = option("ddp", 25, "MiB", ge=1, le=2**20)
@@ -151,7 +155,7 @@ class TrainConfig(
     share_gpus: bool = option("run", False)
     """Start even if another run uses the same GPUs, instead of waiting for them."""
     report_to: Names = option("run", [])
-    """Trackers in addition to `metrics.jsonl`, comma-separated: tensorboard, wandb, trackio, mlflow."""
+    """Trackers beside `metrics.jsonl`: tensorboard, wandb, trackio, mlflow, swanlab, comet_ml."""
     profile_steps: StepRange = option("run", None)
     """First and last step to profile, such as 10:13: writes a trace and a summary into the run folder."""
     profile_ranks: RankNames = option("run", ["0"], min_length=1)

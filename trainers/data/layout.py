@@ -17,6 +17,17 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of a batch on a device; the host does not wait for what the device still has to do.
+
+    CUDA copies so from pinned memory alone. Torch hands out pinned memory again only once the copies from it have
+    ended, so that nothing here has to outlive them.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class DocumentLayout:
     """The documents of a micro-batch; the padding at the end of a row counts as a document.
@@ -54,10 +65,9 @@ class DocumentLayout:
         slots, buckets = _buckets(borders[1:] - borders[:-1])
         return torch.from_numpy(slots).to(self.ids.device), buckets
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> DocumentLayout:
+    def to(self, device: torch.device) -> DocumentLayout:
         """A copy whose tensors are on `device`."""
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in ("ids", "borders")}
-        return replace(self, **moved)
+        return replace(self, ids=to_device(self.ids, device), borders=to_device(self.borders, device))
 
 
 class Scales(NamedTuple):
@@ -111,13 +121,14 @@ class ScoredDocuments:
     is_fresh: bool = True
     initial: torch.Tensor | None = None
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> ScoredDocuments:
+    def to(self, device: torch.device) -> ScoredDocuments:
         """A copy whose tensors are on `device`."""
         names = ("of_label", "tokens", "reference", "desirable", "kl", "advantages", "sampled", "old")
         tensors = {name: getattr(self, name) for name in names}
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()
-                 if tensor is not None}  # fmt: skip
-        columns = {name: numbers.to(device, non_blocking=non_blocking) for name, numbers in self.columns.items()}
+        moved: dict[str, Any] = {
+            name: to_device(tensor, device) for name, tensor in tensors.items() if tensor is not None
+        }
+        columns = {name: to_device(numbers, device) for name, numbers in self.columns.items()}
         return replace(self, columns=columns, **moved)
 
 
@@ -135,10 +146,9 @@ class TopTokens:
     log_probs: torch.Tensor
     vocab_size: int
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> TopTokens:
+    def to(self, device: torch.device) -> TopTokens:
         """A copy whose tensors are on `device`."""
-        ids, log_probs = (part.to(device, non_blocking=non_blocking) for part in (self.ids, self.log_probs))
-        return replace(self, ids=ids, log_probs=log_probs)
+        return replace(self, ids=to_device(self.ids, device), log_probs=to_device(self.log_probs, device))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainers.data.layout import DocumentLayout, ScoredDocuments, TopTokens
+from trainers.data.layout import DocumentLayout, ScoredDocuments, TopTokens, to_device
 from trainers.data.noise import TokenNoise
 
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
@@ -80,21 +80,20 @@ class MicroBatch:
             device: the device of the model.
             expert_weights: weights of a load-balancing loss, which also needs the mask of real tokens.
         """
-        names = ["input_ids", "position_ids", "documents", "positions", "labels"]
-        names += ["scored"] if self.scored is not None else []
-        tensors = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {
-            name: None if tensor is None else tensor.to(device, non_blocking=True) for name, tensor in tensors.items()
-        }
+        names = ("input_ids", "position_ids", "positions", "labels")
+        moved: dict[str, Any] = {name: to_device(getattr(self, name), device) for name in names}
+        moved["documents"] = None if self.documents is None else self.documents.to(device)
+        if self.scored is not None:
+            moved["scored"] = self.scored.to(device)
         if self.taught is not False:
-            moved["taught"] = self.taught if self.taught is True else self.taught.to(device, non_blocking=True)
+            moved["taught"] = self.taught if self.taught is True else self.taught.to(device)
         if self.sources is not None:
-            moved["sources"] = LabelSources(self.sources.of_label.to(device, non_blocking=True), self.sources.number)
+            moved["sources"] = LabelSources(to_device(self.sources.of_label, device), self.sources.number)
         if self.noise is not None:
             moved["noise"] = self.noise.to(device)
         if expert_weights is None:
             return moved
-        return {**moved, "real_tokens": self.real.to(device, non_blocking=True), "expert_weights": expert_weights}
+        return {**moved, "real_tokens": to_device(self.real, device), "expert_weights": expert_weights}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from trainers.data.layout import to_device
+
 if TYPE_CHECKING:  # the pre-flight check plans batches without waiting for torch
     import torch
 
@@ -70,9 +72,7 @@ class TokenNoise(NamedTuple):
 
     def to(self, device: torch.device) -> TokenNoise:
         """The same on a device."""
-        return TokenNoise(
-            self.keys.to(device, non_blocking=True), self.lengths.to(device, non_blocking=True), self.alpha
-        )
+        return TokenNoise(to_device(self.keys, device), to_device(self.lengths, device), self.alpha)
 
     def added_to(self, embeddings: torch.Tensor) -> torch.Tensor:
         """`[batch, sequence, channels]` embeddings with noise."""

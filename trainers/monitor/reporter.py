@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from accelerate import Accelerator
 from tqdm import tqdm
 
 from trainers.config.options import TrainConfig
@@ -22,9 +21,8 @@ class Reporter:
 
     Args:
         run: the run folder.
-        accelerator: starts the trackers.
         config: the run's config.
-        attempt: number of this launch, from 0.
+        resumed_at: steps of the checkpoint that this attempt resumed from; None if it began at step 0.
         main_rank: whether this is rank 0.
         console: the original standard error, before it was redirected to the log; the bar needs a terminal.
         processes: launcher and ranks, for the state file, which keeps its entry of the supervisor.
@@ -33,15 +31,14 @@ class Reporter:
     def __init__(
         self,
         run: RunFolder,
-        accelerator: Accelerator,
         config: TrainConfig,
-        attempt: int,
+        resumed_at: int | None,
         main_rank: bool,
         console: TextIO,
         processes: list[Process],
     ):
         self.run, self.main_rank = run, main_rank
-        self.trackers = Trackers(accelerator, config, run, attempt) if main_rank else None
+        self.trackers = Trackers(config, run, resumed_at) if main_rank else None
         supervisor = [process for process in run.processes() if process.role == "supervisor"]
         self.processes = [process.as_json() for process in [*supervisor, *processes]]
         self.bar = tqdm(file=console, unit="step", disable=not (main_rank and console.isatty()))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from trainers.config.options import TrainConfig
@@ -97,6 +97,7 @@ def compare(
     return [
         Line("processes", str(strategy.num_processes), str(accelerator.num_processes)),
         Line("distributed type", strategy.distributed_type, accelerator.distributed_type.value),
+        *_communication(config.ddp_backend, accelerator.device.type),
         Line("wrapper", strategy.wrapped_class or "none", "none" if wrapper == "LossModule" else wrapper),
         *_layout(strategy, mesh, backend),
         Line("trained weights", "float32" if config.master_weights else "bfloat16", _dtype_names(trained)),
@@ -113,6 +114,18 @@ def compare(
         Line("own accumulation", "1", str(accelerator.gradient_accumulation_steps)),
         Line("attention", KERNELS.get(config.attn_implementation, kernel), kernel),
     ]
+
+
+def _communication(requested: str, device: str) -> list[Line]:
+    """The backend of collectives on the device, if there are several ranks."""
+    if not distributed.is_initialized():
+        return []
+    by_device = dict(pair.split(":") for pair in distributed.get_backend_config().split(","))
+    got = by_device.get(device, "none")
+    if requested == "auto":
+        requested = {"cpu": "gloo", "cuda": "nccl"}.get(device, got)
+    asked = dict(pair.split(":") for pair in requested.split(",")) if ":" in requested else {device: requested}
+    return [Line("communication", asked[device], got)]
 
 
 def _float8(loss: LossModule) -> Line:

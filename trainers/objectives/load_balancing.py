@@ -19,6 +19,7 @@ import torch
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.data.layout import to_device
 from trainers.data.micro_batch import StepBatch
 
 # Families whose own forward pass has this loss; tests/unit/objectives/test_load_balancing.py compares each with it.
@@ -135,7 +136,7 @@ def count_routing(
     counted = torch.zeros((), dtype=torch.float64, device=device)
     with _same_random_numbers(device):  # so that the pass with gradients routes equally, even with dropout
         for micro_batch in batch.micro_batches:
-            real = micro_batch.real.to(device, non_blocking=True)
+            real = to_device(micro_batch.real, device)
             counts, _ = model(**micro_batch.inputs(device), real_tokens=real)
             counted = counted + counts
     term, weights = balancing.balance_term(all_reduce(counted if contributes else torch.zeros_like(counted)))

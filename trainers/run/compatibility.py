@@ -36,7 +36,7 @@ FREE = frozenset({
     "streaming_cache",
     "per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size",
     "gradient_checkpointing", "selective_checkpointing", "activation_offloading", "torch_compile", "deterministic",
-    "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "pp_size", "pp_schedule",
+    "ddp_backend", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "pp_size", "pp_schedule",
     "eval_steps", "eval_on_start", "load_best_model_at_end", "metric_for_best_model", "early_stopping_patience",
     "early_stopping_threshold", "run_name", "checkpoint_url", "logging_steps", "save_steps", "save_total_limit",
     "max_restarts", "hang_timeout", "share_gpus", "non_finite", "loss_spike_factor", "report_to", "merge_adapter",

@@ -33,6 +33,7 @@ from trainers.run.record import (
     ROLLOUTS,
     SAMPLER,
     START,
+    TRACKERS,
     RunRecord,
     refuse_irregular,
 )
@@ -182,6 +183,7 @@ class RunFolder:
         self.state_file = self.path / "state.json"
         self.heartbeats = self.path / "heartbeat"
         self.metrics = self.path / "metrics.jsonl"
+        self.trackers = self.path / TRACKERS
         self.log = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self.model = self.path / "model"

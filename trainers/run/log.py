@@ -16,15 +16,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import BinaryIO, TextIO
+from urllib.parse import unquote
 
 LONGEST_LINE = 2**16  # bytes; longer lines are split, to bound memory
+_USER_INFO = re.compile(r"://([^/?#@\s]*:[^/?#@\s]+)@")
+_QUERY = re.compile(r"[?&][^=&#\s]*(?:token|key|sig|secret|password|credential)[^=&#\s]*=([^&#\s]+)", re.IGNORECASE)
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|CREDENTIAL|ACCESS_KEY)", re.IGNORECASE)
 
 
 def secrets_in(environment: Mapping[str, str]) -> list[str]:
-    """Returns values of variables whose names suggest a secret, longest first; ignores values under 8 characters."""
-    values = {value for name, value in environment.items() if _SECRET_NAME.search(name) and len(value) >= 8}
-    return sorted(values, key=len, reverse=True)
+    """Returns what must not be shown, longest first: of less than 8 characters only a user and password before an @.
+
+    Values of variables whose names suggest a secret, and users, passwords and tokens in URLs of any variable, such as
+    `MLFLOW_TRACKING_URI`.
+    """
+    users = {user for value in environment.values() for user in _USER_INFO.findall(value)}
+    tokens = {token for value in environment.values() for token in _QUERY.findall(value)}
+    names = {value for name, value in environment.items() if _SECRET_NAME.search(name)}
+    passwords = {user.partition(":")[2] for user in users}
+    values = {value for text in names | tokens | passwords for value in (text, unquote(text)) if len(value) >= 8}
+    return sorted(values | {f"{user}@" for user in users}, key=len, reverse=True)
 
 
 def without_secrets(text: str) -> str:

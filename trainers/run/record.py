@@ -31,11 +31,13 @@ ANSWERS = "answers.jsonl"
 """Holds the answers to the same prompts at several steps (`eval_generate_steps`)."""
 START = "from_run.json"
 """Holds what the run started from, if that is the result of another run."""
+TRACKERS = "trackers.json"
+"""Holds the id of the run in each tracker, by the name of the tracker."""
 FILES = frozenset({
     "config.yaml", "accelerate.yaml", "command.txt", "state.json", "metrics.jsonl", "log.txt", "stop", "save",
     "passed_over.json", CHAT_TEMPLATE, START, ".lock", "slurm.sh", "slurm.out", "scheduler.json", "ray.json",
     "sweep.json", RECORD, OBJECTIVE, MIX, EVALUATION,
-    ANSWERS,
+    ANSWERS, TRACKERS,
 })  # fmt: skip
 """The files that every run may write."""
 ROLLOUTS = "rollouts"

@@ -25,6 +25,7 @@ from trainers.config.yaml_file import read_yaml
 from trainers.strategy import topics
 from trainers.strategy.accelerate_rules import FP16_UNSCALED, SCALED_TYPES, check, mesh_sizes
 from trainers.strategy.accelerate_schema import AccelerateConfig
+from trainers.strategy.backend_refusal import backend_refusal
 from trainers.strategy.deepspeed_rules import SOURCE, leaves_parity, output_paths, read_json
 from trainers.strategy.deepspeed_schema import QUANTIZED, DeepSpeedJson
 from trainers.strategy.mesh import MeshSizes, combination_mistakes, data_axis, fitted, size_option
@@ -359,7 +360,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     Raises:
         ConfigError: If the global batch does not divide evenly.
     """
-    if reason := cannot_run(strategy, config.method, has_gpu):
+    if reason := cannot_run(strategy, config.method, has_gpu) or backend_refusal(strategy, config, has_gpu):
         return reason
     own_optimizer, uses_deepspeed = "optimizer" in strategy.deepspeed_json, strategy.distributed_type == "DEEPSPEED"
     uses_fsdp1 = strategy.distributed_type == "FSDP" and strategy.fsdp_version == 1
@@ -367,9 +368,7 @@ def refusal(strategy: Strategy, config: TrainConfig, has_gpu: bool) -> str | Non
     if reason := optimizer_refusal(config, uses_deepspeed, uses_fsdp1, strategy.offload, own_optimizer, states_on):
         return reason
     divides = strategy.sizes.tp * strategy.sizes.pp * strategy.sizes.ep > 1
-    if reason := objective_refusal(strategy.sizes, config):
-        return reason
-    if reason := method_refusal(strategy.sizes, config, uses_deepspeed):
+    if reason := objective_refusal(strategy.sizes, config) or method_refusal(strategy.sizes, config, uses_deepspeed):
         return reason
     if config.ddp_comm_hook != "none" and divides:
         hook = config.ddp_comm_hook

@@ -222,6 +222,10 @@ def machine_mistakes(config: TrainConfig, has_gpu: bool, on_this_machine: bool =
          "mixed_precision", "fp16", "needs a GPU, but there is none", "use bf16 or no"),
         (hook in ("bf16", "power_sgd") and not has_gpu,  # under gloo, PowerSGD aborts the process
          "ddp_comm_hook", hook, "needs GPUs with NCCL, but there are none", "use fp16 or none"),
+        ("nccl" in config.ddp_backend and not has_gpu,
+         "ddp_backend", config.ddp_backend, "needs GPUs, but there are none", "use gloo or auto"),
+        (hook in ("bf16", "power_sgd") and has_gpu and config.ddp_backend == "gloo",
+         "ddp_comm_hook", hook, "needs NCCL", "leave ddp_backend=gloo out, or use fp16 or none"),
         (config.tf32 and not has_gpu, "tf32", True, "needs a GPU, but there is none", "leave it out"),
         (config.activation_offloading and not has_gpu,
          "activation_offloading", True, "needs a GPU, whose memory it saves, but there is none", "leave it out"),

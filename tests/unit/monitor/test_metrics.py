@@ -136,6 +136,13 @@ def test_rows_carry_the_attempt_and_survive_a_cut_line(tmp_path: Path) -> None:
 def test_a_log_line_has_time_and_rank_and_no_secret() -> None:
     hidden = secrets_in({"HF_TOKEN": "hf_secret_value", "HOME": "/root/long/enough", "API_KEY": "short"})
     assert hidden == ["hf_secret_value"]
+    urls = {
+        "URI": "http://me:pa%20ss-word@host/x",
+        "SHORT": "db://a:b@host",
+        "SERVER": "http://h/?write_token=12345678&x=1",
+    }
+    assert secrets_in(urls) == ["me:pa%20ss-word@", "pa%20ss-word", "pa ss-word", "12345678", "a:b@"]
+    assert secrets_in({"TIME": "12:30@noon", "PATH": "/a:/b", "URL": "http://host:8080/a@b?token="}) == []
     line = log_line("rank 1", "10%\r20%\rtoken hf_secret_value\n", hidden)
     assert line.endswith("[rank 1] token ***\n")
     assert line[:4].isdigit()

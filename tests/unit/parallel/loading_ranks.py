@@ -135,7 +135,7 @@ def main(folder: Path, options: dict[str, Any], name: str, alone: bool) -> None:
     strategy = load_strategy(name)
     strategy = resolve(strategy, int(os.environ.get("WORLD_SIZE", "1")), config.mixed_precision, config.pp_size,
                        config.pp_schedule)  # fmt: skip
-    accelerator, ranks, mesh = build.accelerator(config, strategy, SimpleNamespace(path=folder))  # type: ignore[arg-type]
+    accelerator, ranks, mesh = build.accelerator(config, strategy)
     watch = Watch()
     loss = build.module(config, main_rank=False)
     backend, _ = build.backend(config, strategy, accelerator, ranks, mesh, loss)

@@ -26,6 +26,7 @@ from trainers.strategy.strategy import (
     resolve,
     strategy_names,
 )
+from trainers.tools.preflight import machine_mistakes
 
 SHIPPED = sorted(STRATEGIES_DIR.rglob("*.yaml"))
 
@@ -344,6 +345,39 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
     with pytest.raises(ConfigError, match="fp16 needs loss scaling"):
         resolve(load_strategy("tp"), 2, "fp16")
     assert resolve(load_strategy("ddp"), 2, "fp16").values["mixed_precision"] == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("name", "has_gpu", "refused"),
+    [("ddp", True, False), ("single", True, False), ("fsdp2", True, True), ("zero2", True, True), ("pp", True, True),
+     ("tp", True, True), ("fsdp2", False, False), ("pp", False, False)],
+)  # fmt: skip
+def test_gloo_on_gpus_is_for_ddp(name: str, has_gpu: bool, refused: bool) -> None:
+    strategy = resolve(load_strategy(name), 1 if name == "single" else 2, "no")
+    reason = str(refusal(strategy, build(TINY | {"ddp_backend": "gloo"}), has_gpu))
+    assert ("ddp_backend=gloo on GPUs is for ddp" in reason) == refused
+    assert "ddp_backend" not in str(refusal(strategy, build(TINY | {"ddp_backend": "cpu:gloo,cuda:nccl"}), has_gpu))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "has_gpu", "mistakes"),
+    [({"ddp_backend": "nccl"}, False, ["ddp_backend=nccl needs GPUs, but there are none; use gloo or auto"]),
+     ({"ddp_backend": "cpu:gloo,cuda:nccl"}, False,
+      ["ddp_backend=cpu:gloo,cuda:nccl needs GPUs, but there are none; use gloo or auto"]),
+     ({"ddp_backend": "gloo"}, False, []), ({"ddp_backend": "nccl"}, True, []),
+     ({"ddp_backend": "gloo", "ddp_comm_hook": "bf16"}, True,
+      ["ddp_comm_hook=bf16 needs NCCL; leave ddp_backend=gloo out, or use fp16 or none"])],
+)  # fmt: skip
+def test_a_backend_that_the_machine_cannot_have_is_refused(
+    chosen: dict[str, str], has_gpu: bool, mistakes: list[str]
+) -> None:
+    assert [str(mistake) for mistake in machine_mistakes(build(TINY | chosen), has_gpu)] == mistakes
+
+
+@pytest.mark.parametrize("name", ["mpi", "ucc", "NCCL", "gloo,nccl", ""])
+def test_a_backend_that_pytorch_is_not_built_with_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"ddp_backend={name!r} is not a valid value; use .auto"):
+        build(TINY | {"ddp_backend": name})
 
 
 def test_tensor_parallelism_across_machines_is_told() -> None:
