@@ -9,26 +9,21 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import signal
-import socket
-import subprocess
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.accelerate_launch import module_argv, module_environment
 from app.console import shortened
 from app.eval.folder import EvaluationFolder
 from app.eval.metrics import ANSWER_METRICS, LOSS_METRICS, SCHEMA_OPTION
 from app.eval.plan import BASE, EVAL, Plan, make_plan, new_folder
+from app.launch.background_work import start_work, stop_work
 from app.runs.runs import run_of_id
 from app.services.allowed_paths import path_mistakes, path_refused
 from app.services.chat import Chats
 from trainers.config.local_paths import INPUT_PATHS
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes, errors_about
 from trainers.config.options import EMBEDDED, TrainConfig
-from trainers.run.folder import Process, now
 from trainers.strategy.strategy import strategy_names
 
 METRICS = (*LOSS_METRICS, *ANSWER_METRICS)
@@ -127,7 +122,9 @@ def start(
         _refuse_rows(plan, roots)
     try:
         folder.path.mkdir(parents=True)
-        _launch(folder, argv, [candidate.label for candidate in plan.candidates])
+        shown = ["tunesmith", "eval", *argv[: argv.index("--output_dir")]]
+        models = [candidate.label for candidate in plan.candidates]
+        start_work(folder, ["eval", *argv], {"models": models, "command": shown})  # it locks the folder itself
     except OSError as error:
         problem = f"cannot be written: {error.strerror}"
         raise ConfigError.about("runs_dir", runs_dir, problem, "check its permissions, and free some space") from None
@@ -193,26 +190,6 @@ def _refuse_rows(plan: Plan, roots: Sequence[Path]) -> None:
         raise ConfigError(list({str(mistake): mistake for mistake in mistakes}.values()))
 
 
-def _launch(folder: EvaluationFolder, argv: Sequence[str], models: Sequence[str]) -> None:
-    """Starts `eval` in its own session; it locks the folder itself."""
-    shown = ["tunesmith", "eval", *argv[: argv.index("--output_dir")]]
-    note = {"models": list(models), "command": shown, "started_at": now(), "host": socket.gethostname()}
-    folder.write_note(note)
-    with open(folder.output, "xb") as output:
-        child = subprocess.Popen(
-            module_argv("app.cli", ["eval", *argv]), env=module_environment(), stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        folder.write_note({**note, "processes": [Process.of("eval", pid=child.pid).as_json()]})
-    except OSError:
-        child.terminate()  # without a note nobody could stop it
-        raise
-    finally:
-        # Reap the child: the starter may be a long-lived process, such as the server of the pages.
-        threading.Thread(target=child.wait, daemon=True).start()
-
-
 def stop(folder: EvaluationFolder) -> None:
     """Asks a running evaluation to end, and returns immediately; the models that are done are compared.
 
@@ -221,14 +198,7 @@ def stop(folder: EvaluationFolder) -> None:
     """
     if not folder.is_running():
         raise ConfigError("this evaluation is not running; it has ended")
-    process, note = folder.process(), folder.note()
-    if process is None:
-        where = shortened(str(note.get("host") or "its machine"))
-        raise ConfigError(f"the process of this evaluation is unknown here; stop it on {where}")
-    with contextlib.suppress(OSError):
-        folder.write_note({**note, "stopped_at": now()})
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(process.pid, signal.SIGTERM)
+    stop_work(folder, "evaluation", to_group=False)
 
 
 def model_choices(runs_dir: Path, most: int = 500) -> list[str]:

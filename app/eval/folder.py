@@ -7,28 +7,23 @@ running. Its report may be of another version, damaged, or far too large for a p
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.runs.locks import is_locked, lock_file
-from app.runs.runs import processes_in
-from app.runs.safe_read import Stamp, read_span, stamp
+from app.runs.safe_read import read_span
+from app.runs.work_folder import WorkFolder
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import Process, RunFolder, now, write_json
+from trainers.run.folder import Process, RunFolder, now
 from trainers.run.json_file import parse_json
 
 PREFIX = "eval-"
-_NOTE, _LOCK, _OUTPUT = "evaluation.json", ".lock", "output.txt"
-_BEFORE = frozenset({_NOTE, _LOCK, _OUTPUT})
-"""Files that are there before the evaluation begins."""
-_MAX_NOTE_BYTES = 1 << 18
+_LOCK = ".lock"
 MAX_REPORT_BYTES = 4 << 20
 """Bytes of a report that are read."""
 _MAX_ENTRIES = 2000
@@ -37,15 +32,10 @@ _MAX_OUTPUT_BYTES = 1 << 16
 _RUN = re.compile(r"(\d{1,6})-.*", re.ASCII | re.DOTALL)
 
 
-@dataclass(frozen=True)
-class EvaluationFolder:
-    """The folder of one evaluation.
+class EvaluationFolder(WorkFolder):
+    """The folder of one evaluation. Its note also has `models` and `command`."""
 
-    Args:
-        path: the folder; need not exist yet.
-    """
-
-    path: Path
+    note_name = "evaluation.json"
 
     @property
     def id(self) -> str:
@@ -58,34 +48,9 @@ class EvaluationFolder:
         return self.path / "report.json"
 
     @property
-    def output(self) -> Path:
-        """What an evaluation in the background printed."""
-        return self.path / _OUTPUT
-
-    @property
-    def _note(self) -> Path:
-        return self.path / _NOTE
-
-    @property
     def lock(self) -> Path:
         """Locked while it is evaluated."""
         return self.path / _LOCK
-
-    def note(self) -> dict[str, Any]:
-        """`models`, `command`, `started_at`, `host`, `processes`, `stopped_at`; not validated; {} if missing."""
-        return _note_in(self._note, stamp(self._note))
-
-    def write_note(self, note: Mapping[str, Any]) -> None:
-        """Replaces the note."""
-        write_json(self._note, dict(note))
-
-    def process(self) -> Process | None:
-        """The process in the note, if it is alive and on this machine."""
-        note = self.note()
-        processes = processes_in(note) if note.get("host") == socket.gethostname() else []
-        with contextlib.suppress(ValueError, OverflowError):  # an impossible pid, from a damaged file
-            return next((process for process in processes if process.alive()), None)
-        return None
 
     def is_running(self) -> bool:
         """Whether it is evaluated now; a process that has just started has no lock yet."""
@@ -128,7 +93,7 @@ def held(folder: EvaluationFolder, models: Sequence[str], command: Sequence[str]
     with contextlib.ExitStack() as stack:
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
-            if {*os.listdir(folder.path)} - _BEFORE:
+            if {*os.listdir(folder.path)} - {_LOCK, folder.note_name, folder.output.name}:
                 raise ConfigError.about("output_dir", folder.path, "holds other files", "name a new folder")
             busy = f"output_dir={folder.path} holds an evaluation that is running; name a new folder"
             stack.enter_context(lock_file(folder.lock, busy))
@@ -166,15 +131,6 @@ def evaluation_of_id(name: Any, runs_dir: Path) -> EvaluationFolder:
         if folder.path.is_dir() and not folder.path.is_symlink():
             return folder
     raise ConfigError("there is no such evaluation; it may have been deleted: pick one from the list")
-
-
-@functools.lru_cache(maxsize=1024)
-def _note_in(path: Path, version: Stamp | None) -> dict[str, Any]:
-    data, size = read_span(path, 0, _MAX_NOTE_BYTES)
-    with contextlib.suppress(ValueError):
-        value = parse_json(data) if size <= _MAX_NOTE_BYTES else None
-        return value if isinstance(value, dict) else {}
-    return {}
 
 
 def beginning_of(text: str) -> dict[str, Any]:

@@ -7,33 +7,22 @@ proofs until it ends, however it ends: a proof that was killed is not running.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import socket
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from app.runs.locks import is_locked, lock_file
-from app.runs.runs import processes_in
-from app.runs.safe_read import Stamp, read_span, stamp
-from trainers.run.folder import Process, RunFolder, write_json
-from trainers.run.json_file import parse_json
+from app.runs.work_folder import WorkFolder, read_object
+from trainers.run.folder import RunFolder
 
 FOLDER = "proofs"
-_MAX_BYTES = 1 << 18
 
 
-@dataclass(frozen=True)
-class ProofFolder:
-    """One proof.
+class ProofFolder(WorkFolder):
+    """One proof. Its note also has `control`."""
 
-    Args:
-        path: its folder; need not exist yet.
-    """
-
-    path: Path
+    note_name = "proof.json"
 
     @property
     def number(self) -> int:
@@ -45,45 +34,9 @@ class ProofFolder:
         """The folder that `prove` writes."""
         return self.path / "report"
 
-    @property
-    def output(self) -> Path:
-        """What `prove` printed."""
-        return self.path / "output.txt"
-
-    @property
-    def _note(self) -> Path:
-        return self.path / "proof.json"
-
-    def note(self) -> dict[str, Any]:
-        """`control`, `started_at`, `host`, `processes` and `stopped_at`, without validation; {} if missing."""
-        return _read(self._note, stamp(self._note))
-
-    def write_note(self, note: Mapping[str, Any]) -> None:
-        """Replaces the note."""
-        write_json(self._note, dict(note))
-
     def document(self) -> dict[str, Any]:
         """The JSON document of `prove` so far, without validation; {} if missing."""
-        path = self.report / "report.json"
-        return _read(path, stamp(path))
-
-    def process(self) -> Process | None:
-        """The process in the note, if it is alive and on this machine."""
-        note = self.note()
-        processes = processes_in(note) if note.get("host") == socket.gethostname() else []
-        with contextlib.suppress(ValueError, OverflowError):  # an impossible pid, from a damaged file
-            return next((process for process in processes if process.alive()), None)
-        return None
-
-
-@functools.lru_cache(maxsize=256)
-def _read(path: Path, version: Stamp | None) -> dict[str, Any]:
-    """The JSON object in a file, which anyone may have written; {} if there is none."""
-    data, size = read_span(path, 0, _MAX_BYTES)
-    with contextlib.suppress(ValueError):
-        value = parse_json(data) if size <= _MAX_BYTES else None
-        return value if isinstance(value, dict) else {}
-    return {}
+        return read_object(self.report / "report.json")
 
 
 def proofs(run: RunFolder) -> list[ProofFolder]:

@@ -9,19 +9,14 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import shlex
-import signal
-import socket
-import subprocess
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.accelerate_launch import module_argv, module_environment
 from app.console import clean, counted
 from app.hardware import Devices
+from app.launch.background_work import start_work, stop_work
 from app.launch.restarts import need_of
 from app.prove.plan import PROVE, REFERENCE, STEPS, make_plan
 from app.runs.proofs import FOLDER, ProofFolder, lock_proofs, next_proof, proofs, running_proof
@@ -30,7 +25,7 @@ from app.runs.safe_read import Stamp, read_span, stamp
 from trainers.config.mistakes import ConfigError
 from trainers.config.yaml_file import read_yaml
 from trainers.run import device_locks
-from trainers.run.folder import Process, RunFolder, now, read_json
+from trainers.run.folder import RunFolder, read_json
 
 CONTROL = "mean-of-means"
 _MAX_TEXT_BYTES = 1 << 16
@@ -130,7 +125,7 @@ def start(run: RunFolder, control: bool = False) -> ProofFolder:
         with lock_proofs(run) as lock:
             proof = next_proof(run)
             proof.path.mkdir()
-            _launch(proof, _argv(run, proof, control), control, lock.fileno())
+            start_work(proof, ["prove", *_argv(run, proof, control)], {"control": control}, [lock.fileno()])
     except OSError as error:
         problem = f"{error.filename or run.path} cannot be written: {error.strerror}"
         raise ConfigError(f"run {run.id} cannot be proved: {problem}; check its permissions") from None
@@ -160,25 +155,6 @@ def _holders(run: RunFolder) -> str:
     return device_locks.who_has(need)
 
 
-def _launch(proof: ProofFolder, argv: list[str], control: bool, lock: int) -> None:
-    """Starts `prove`, which inherits the lock, in its own session."""
-    note = {"control": control, "started_at": now(), "host": socket.gethostname()}
-    proof.write_note(note)
-    with open(proof.output, "xb") as output:
-        child = subprocess.Popen(
-            module_argv("app.cli", ["prove", *argv]), env=module_environment(), stdin=subprocess.DEVNULL,
-            stdout=output, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock],
-        )  # fmt: skip
-    try:
-        proof.write_note({**note, "processes": [Process.of("prove", pid=child.pid).as_json()]})
-    except OSError:
-        child.terminate()  # without a note nobody could stop it
-        raise
-    finally:
-        # Reap the child: the starter may be a long-lived process, such as the server of the pages.
-        threading.Thread(target=child.wait, daemon=True).start()
-
-
 def stop(run: RunFolder) -> None:
     """Asks the running proof of a run to end, and returns immediately.
 
@@ -188,13 +164,7 @@ def stop(run: RunFolder) -> None:
     proof = running_proof(run)
     if proof is None:
         raise ConfigError(f"no proof of run {run.id} is running")
-    process, note = proof.process(), proof.note()
-    if process is None:
-        raise ConfigError(f"the process of this proof is unknown here; stop it on {note.get('host') or 'its machine'}")
-    with contextlib.suppress(OSError):
-        proof.write_note({**note, "stopped_at": now()})
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
+    stop_work(proof, "proof", to_group=True)
 
 
 # -- what is told of it ----------------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from app.eval import background
 from app.eval.background import FIELDS, METRICS, arguments, command, model_choices, start, stop
 from app.eval.folder import evaluations
 from app.eval.plan import EVAL
 from app.eval.view import entry
+from app.launch import background_work
 from tests.made_runs import add_sealed_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
@@ -41,7 +41,7 @@ def until(condition: Callable[[], object]) -> None:
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of `eval`, a program that prints its arguments and sleeps."""
     monkeypatch.setattr(
-        background, "module_argv", lambda module, words: [sys.executable, "-I", "-S", "-c", SLEEPS, *words]
+        background_work, "module_argv", lambda module, words: [sys.executable, "-I", "-S", "-c", SLEEPS, *words]
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from app.cli import run_verb
+from app.launch import background_work
 from app.prove.plan import PROVE, make_plan
 from app.runs.proofs import proofs, running_proof
 from app.services import proofs as service
@@ -44,7 +45,7 @@ def until(condition: Callable[[], object]) -> None:
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of `prove`, a program that prints its arguments and sleeps."""
     monkeypatch.setattr(
-        service, "module_argv", lambda module, words: [sys.executable, "-I", "-S", "-c", SLEEPS, *words]
+        background_work, "module_argv", lambda module, words: [sys.executable, "-I", "-S", "-c", SLEEPS, *words]
     )
 
 
