@@ -167,18 +167,15 @@ def _converter_files(
 
 
 def _encoder(tokenizer: Any) -> Encoder | None:
-    """The chat template; None without one that works."""
-    try:
-        return Encoder.of(tokenizer, assistant_only=False) if tokenizer.chat_template else None
-    except ConfigError:  # unused by runs on plain text
-        return None
+    """The chat template; None without one."""
+    return Encoder.of(tokenizer, assistant_only=False) if tokenizer.chat_template else None
 
 
 def _prompt(encoder: Encoder | None, text: str) -> str | None:
     """A user's message with what leads to a reply; None without a template, or if that refuses it."""
     try:
         return encoder.render([{"role": "user", "content": text}], prompt=True) if encoder is not None else None
-    except RowError:
+    except (ConfigError, RowError):
         return None
 
 

@@ -27,7 +27,7 @@ def tokenizer(template: str | None, prepend: str = "first") -> PreTrainedTokeniz
     vocabulary = {piece: number for number, piece in enumerate([unknown, bos, *others])}
     backend = Tokenizer(models.BPE(vocabulary, [("▁", "a")], unk_token=unknown))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
-    result = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, extra_special_tokens=["<|turn|>"])
+    result = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token=others[0])
     result.chat_template = template
     return result
 
