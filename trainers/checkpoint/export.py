@@ -167,7 +167,7 @@ def export(
         its_config = described or config
         card = partial(model_card, its_config, kind, results, loading_code(its_config, kind), history)
         if gguf is not None:
-            check_gguf(gguf, config, tokenizer, temporary)
+            check_gguf(gguf, config, tokenizer, dtype, temporary)
         probes = sample(config, tokenizer, card())
         expected = _write_model(build, config, temporary, kind, probes, tokenizer, dtype)
         checked = load_back(temporary, config, kind, probes, expected, dtype)

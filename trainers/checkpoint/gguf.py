@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from trainers.checkpoint.modelfile import MODELFILE, modelfile, turns_of
 from trainers.config.gguf_types import CONVERTER, PACKAGE, PLAIN, QUANTISED, GgufRequest, has_llama_cpp
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.data.formats import RowError
 from trainers.data.template import Encoder
 from trainers.data.tokenizer import tokenizer_folder
 from trainers.model.load import element_counts, load_model_config, weight_files
@@ -40,13 +41,14 @@ _ROOT = Path(__file__).resolve().parents[2]
 _ELSEWHERE = "a newer llama.cpp may; transformers and vLLM load the export without --gguf"
 
 
-def check_gguf(request: GgufRequest, config: TrainConfig, tokenizer: Any, folder: Path) -> None:
+def check_gguf(request: GgufRequest, config: TrainConfig, tokenizer: Any, dtype: torch.dtype, folder: Path) -> None:
     """Checks, before anything is exported, that the converter knows the model and that the disk has room.
 
     Args:
         request: What to write.
         config: The config that the model is built by.
         tokenizer: Its tokenizer.
+        dtype: Dtype of the exported weights.
         folder: An empty folder, which is left empty.
 
     Raises:
@@ -57,7 +59,7 @@ def check_gguf(request: GgufRequest, config: TrainConfig, tokenizer: Any, folder
         raise ConfigError.about("--gguf", types, ": this run trained a reward model, which gives scores, not text",
                                 "leave --gguf out")  # fmt: skip
     weights = sum(element_counts(weight_files(config)).values())
-    needed, free = request.bytes_needed(weights, "f32") + 4 * weights, free_bytes(folder)
+    needed, free = request.bytes_needed(weights, _OF_DTYPE[dtype]) + weights * dtype.itemsize, free_bytes(folder)
     if free < needed:
         problem = (
             f": the export and these files need up to {needed:,.0f} bytes in {folder.parent}, and {free:,} are free"
@@ -100,15 +102,16 @@ def write_gguf(
     _refuse_code(folder, config)
     source = request.source(_OF_DTYPE[dtype])
     plain = list(dict.fromkeys([*source, *(kind for kind in request.types if kind in PLAIN)]))
-    encoder = Encoder.of(tokenizer, assistant_only=False) if tokenizer.chat_template else None
-    flags = ["--no_bos"] if _begins_without(tokenizer, encoder, probes) else []
+    encoder = _encoder(tokenizer)
+    beginning = _beginning(tokenizer, encoder, probes)
+    flags = ["--no_bos"] if beginning.get("add_bos_token") is False else []
     facts, files = dict[str, dict[str, Any]](), dict[str, GgufFile]()
     sample = folder / "probes.json"
     write_json(sample, _sample(tokenizer, encoder, probes))
     for kind in [*plain, *(kind for kind in request.types if kind in QUANTISED)]:
         path = folder / f"model-{kind.upper()}{SUFFIX}"
         if kind in PLAIN:
-            with _converter_files(folder, config, tokenizer):
+            with _converter_files(folder, config, tokenizer, beginning):
                 _convert(request, folder, path, ["--outtype", kind, "--model-name", name])
         else:
             _call("quantise", str(folder / f"model-{source[0].upper()}{SUFFIX}"), str(path), kind)
@@ -135,11 +138,13 @@ def _refuse_code(folder: Path, config: TrainConfig) -> None:
 
 
 @contextmanager
-def _converter_files(folder: Path, config: TrainConfig, tokenizer: Any) -> Iterator[None]:
+def _converter_files(
+    folder: Path, config: TrainConfig, tokenizer: Any, beginning: Mapping[str, bool] | None = None
+) -> Iterator[None]:
     """Completes a model folder with what the converter reads of older versions of transformers.
 
-    That is the base model's `tokenizer.model`, if there is one, with the scores by which llama.cpp joins tokens; and
-    the list of added tokens: without it, those of a chat template would be plain text.
+    That is the base model's `tokenizer.model`, if there is one, with the scores by which llama.cpp joins tokens; the
+    list of added tokens: without it, those of a chat template would be plain text; and what `_beginning` says.
     """
     source, target = tokenizer_folder(config) / "tokenizer.model", folder / "tokenizer.model"
     is_needed = source.is_file() and not target.exists()
@@ -152,7 +157,7 @@ def _converter_files(folder: Path, config: TrainConfig, tokenizer: Any) -> Itera
         str(number): {name: getattr(token, name) for name in names}
         for number, token in tokenizer.added_tokens_decoder.items()
     }
-    write_json(described, {**(read_json(described) or {}), "added_tokens_decoder": added})
+    write_json(described, {**(read_json(described) or {}), "added_tokens_decoder": added, **(beginning or {})})
     try:
         yield
     finally:
@@ -161,22 +166,48 @@ def _converter_files(folder: Path, config: TrainConfig, tokenizer: Any) -> Itera
             target.unlink()
 
 
-def _begins_without(tokenizer: Any, encoder: Encoder | None, probes: Sequence[Probe]) -> bool:
-    """Whether the run trained on conversations that do not begin with the token that llama.cpp may put there."""
-    bos = tokenizer.bos_token_id
-    if encoder is None or bos is None or any(probe.ids[0, 0] == bos for probe in probes):
-        return False
-    return not encoder.render([{"role": "user", "content": "Hi"}], prompt=True).startswith(tokenizer.bos_token)
+def _encoder(tokenizer: Any) -> Encoder | None:
+    """The chat template; None without one."""
+    return Encoder.of(tokenizer, assistant_only=False) if tokenizer.chat_template else None
+
+
+def _prompt(encoder: Encoder | None, text: str) -> str | None:
+    """A user's message with what leads to a reply; None without a template, or if that refuses it."""
+    try:
+        return encoder.render([{"role": "user", "content": text}], prompt=True) if encoder is not None else None
+    except (ConfigError, RowError):
+        return None
+
+
+def _beginning(tokenizer: Any, encoder: Encoder | None, probes: Sequence[Probe]) -> dict[str, bool]:
+    """How conversations begin, for which llama.cpp has defaults by the kind of tokenizer; empty without a template.
+
+    Returns:
+        Keys of `tokenizer_config.json`: `add_bos_token`, whether with the BOS token; `add_prefix_space`, false if text
+        gets no space after a special token. llama.cpp puts one there where it also puts one before a first text.
+    """
+    if (prompt := _prompt(encoder, "Hi")) is None:
+        return {}
+    bos, keys = tokenizer.bos_token, dict[str, bool]()
+    if bos is not None:
+        trained_with = any(probe.ids[0, 0] == tokenizer.bos_token_id for probe in probes)
+        keys["add_bos_token"] = trained_with or prompt.startswith(bos)
+    ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    special = tokenizer.added_tokens_decoder
+    if ids and ids[0] in special:
+        alone, after = (
+            tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("a", special[ids[0]].content + "a")
+        )
+        keys |= {"add_prefix_space": False} if after[1:] != alone else {}
+    return keys
 
 
 def _sample(tokenizer: Any, encoder: Encoder | None, probes: Sequence[Probe]) -> dict[str, Any]:
     """What `measure` in `llama_cpp.py` reads."""
     documents = [{"ids": probe.ids[0].tolist(), "positions": probe.positions.tolist()} for probe in probes]
     texts = [tokenizer.decode(document["ids"]) for document in documents]
-    if encoder is not None:
-        texts.append(
-            encoder.render([{"role": "user", "content": "It's 1234 °C,\n\nzwölf\tHUNDRED 日本 🙂!"}], prompt=True)
-        )
+    if (prompt := _prompt(encoder, "It's 1234 °C,\n\nzwölf\tHUNDRED 日本 🙂!")) is not None:
+        texts.append(prompt)
     pairs = [(text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
     return {"documents": documents, "texts": pairs}
 

@@ -100,15 +100,27 @@ class Adapter:
         Raises:
             ValueError: if tensors are missing, unexpected or of another shape.
         """
-        # Compare shapes before loading, ignoring weights of the base that peft may have saved as well.
-        expected = {name: list(tensor.shape) for name, tensor in _named_tensors(model).items()}
-        own = {name: list(tensor.shape) for name, tensor in model.get_base_model().state_dict().items()}
+        self.refuse_misfits(model)
+        set_peft_model_state_dict(model, load_file(self.folder / ADAPTER_WEIGHTS))
+
+    def refuse_misfits(self, model: Any, name: str = "default") -> None:
+        """Compares the tensors in the file with an adapter of a peft model, which peft itself only warns about.
+
+        Args:
+            model: the peft model.
+            name: name of its adapter.
+
+        Raises:
+            ValueError: if tensors are missing, unexpected or of another shape.
+        """
+        expected = {path: list(tensor.shape) for path, tensor in _named_tensors(model, name).items()}
+        # Weights of the base that peft may have saved as well are ignored.
+        own = {path: list(tensor.shape) for path, tensor in model.get_base_model().state_dict().items()}
         adapter_shapes = {
-            name: size for name, size in self.shapes.items() if name in expected or not _is_base(name, own)
+            path: size for path, size in self.shapes.items() if path in expected or not _is_base(path, own)
         }
         if lines := misfits(expected, adapter_shapes):
             raise ValueError("; ".join(lines))
-        set_peft_model_state_dict(model, load_file(self.folder / ADAPTER_WEIGHTS))
 
 
 def load_start(config: TrainConfig, model: Any) -> None:
@@ -172,8 +184,8 @@ def _unusable(error: Exception) -> ValueError:
     return ValueError(f"its {ADAPTER_CONFIG} cannot be used ({in_one_line(error)})")
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Any]:
-    return dict(get_peft_model_state_dict(model, save_embedding_layers=False))
+def _named_tensors(model: nn.Module, adapter: str = "default") -> dict[str, Any]:
+    return dict(get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False))
 
 
 def _is_base(name: str, own: Shapes) -> bool:

@@ -156,6 +156,9 @@ def public(value: Any) -> Any:
         return [public(entry) for entry in value]
     if not isinstance(value, str):
         return value
+    if value.startswith("--") and "=" in value:  # an argument of a command
+        option, _, value = value.partition("=")
+        return f"{option}={public(value)}"
     if is_url(value) or "://" in value:
         url = urlsplit(value)
         if url.scheme in _PUBLIC_SCHEMES:
@@ -366,8 +369,14 @@ def _merged_models(merge: Merge) -> str:
     for model in merge.models:
         stages = [_public_stage(stage) for stage in as_stages(model["stages"])]
         digests = ", ".join(f"{name} `{digest}`" for name, digest in model["files"].items())
-        lines.append(f"| {public(model['name'])} | {model['weight']:g} | {in_words(stages)} | {digests} |")
+        name, trained = (_cell(text) for text in (public(model["name"]), in_words(stages)))
+        lines.append(f"| {name} | {model['weight']:g} | {trained} | {digests} |")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """A text in a cell of a Markdown table."""
+    return " ".join(text.split()).replace("|", r"\|")
 
 
 def _public_stage(stage: Stage) -> Stage:

@@ -55,8 +55,7 @@ def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> 
         ConfigError: if peft cannot merge them.
     """
     adapters = {f"model-{number}": model for number, model in enumerate(request.models)}
-    for model in request.models:
-        _check_files(Path(model.folder), model.name, config)
+    files = {name: _check_files(Path(model.folder), model.name, config) for name, model in adapters.items()}
     with torch.device("meta"):
         base = model_family(config).from_config(load_model_config(config))
     with without_memory(base):
@@ -64,6 +63,11 @@ def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> 
             merged = _load(base, {name: model.folder for name, model in adapters.items()})
         except Exception as error:  # peft raises errors of any kind
             raise ConfigError(f"the adapters cannot be loaded on one base ({in_one_line(error)})") from None
+        for name, file in files.items():
+            try:
+                file.refuse_misfits(merged, name)
+            except ValueError as error:
+                raise ConfigError(f"{adapters[name].name} does not fit the base model: {error}") from None
         _check_layers(merged, request, dict(zip(adapters, (model.name for model in request.models), strict=True)))
         for settings in merged.peft_config.values():
             # Their scales are computed by now. The result has none of its own: peft would give it that of rsLoRA.
@@ -92,19 +96,20 @@ def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> 
     return folder / RESULT, rank, deviation if approximates else None
 
 
-def _check_files(folder: Path, name: str, config: TrainConfig) -> None:
-    """Raises ConfigError for an adapter that cannot be read, or whose weights are not finite."""
+def _check_files(folder: Path, name: str, config: TrainConfig) -> Adapter:
+    """Reads an adapter; raises ConfigError if that fails, peft cannot merge its kind, or its weights are not finite."""
     try:
-        settings = Adapter.read(folder, model_path(config)).settings
+        adapter = Adapter.read(folder, model_path(config))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{name}: {error}") from None
     for option, reason in _UNMERGEABLE.items():
-        if value := getattr(settings, option, None):
+        if value := getattr(adapter.settings, option, None):
             problem = f"{name} has {option}={str(value)[:80]} in its {ADAPTER_CONFIG}: {reason}"
             raise ConfigError(f"{problem}; merge full weights instead, which `tunesmith export RUN --merged` writes")
     with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as tensors:
         for tensor in tensors.keys():  # noqa: SIM118
             refuse_not_finite(tensors.get_tensor(tensor), f"{tensor} of {name}")
+    return adapter
 
 
 def _load(base: Any, folders: dict[str, str]) -> Any:

@@ -23,6 +23,7 @@ from trainers.run.folder import write_json
 from trainers.run.from_run import resolve_request
 from trainers.run.lineage import Stage
 from trainers.run.manifest import read_manifest
+from trainers.run.merging import Merge
 from trainers.run.model_card import (
     History,
     changed_options,
@@ -92,12 +93,25 @@ def test_the_sources_of_a_mix_are_named(tmp_path: Path) -> None:
         ("https://8.8.8.8/a.jsonl", "https://8.8.8.8/a.jsonl"),
         ("hf://datasets/org/logs/a.jsonl", "hf://datasets/org/logs/a.jsonl"),
         ({"a": "/x/y"}, {"a": "y"}),
+        (
+            ["--output_dir=/home/me/out", "--weights=-1,2", "--base=~/b"],
+            ["--output_dir=out", "--weights=-1,2", "--base=b"],
+        ),
         ("org/rows", "org/rows"),
         (3, 3),
     ],
 )
 def test_values_as_others_may_read_them(value: Any, seen: Any) -> None:
     assert public(value) == seen
+
+
+def test_names_of_merged_models_stay_in_their_cells_of_the_table() -> None:
+    models = [{"name": name, "weight": 0.5, "stages": [{"run": name}], "files": {"a": "0"}} for name in ("b|c", "d\ne")]
+    text = card(config(), history=History(merge=Merge("cat", models))).text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert [row.replace("\\|", "").count("|") for row in rows[:4]] == [5] * 4
+    assert rows[2].startswith("| b\\|c | 0.5 | the weights in b\\|c |")
+    assert rows[3].startswith("| d e |")
 
 
 def test_a_secret_of_the_environment_is_not_in_the_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -302,6 +302,25 @@ def spoiled(folder: Path, source: Path, value: float) -> Path:
     content[name].view(-1)[0] = value
     save_file(content, path, {"format": "pt"})
     return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(lambda tensors: {name: value for name, value in tensors.items() if ".layers.0." not in name}, "layers.0"),
+     (lambda tensors: {name.replace(".layers.", ".h."): value for name, value in tensors.items()}, "model.h.0")],
+)  # fmt: skip
+def test_an_adapter_that_does_not_fit_the_base_is_refused(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], message: str, models: Path, tmp_path: Path
+) -> None:
+    """peft only warns about missing and unknown tensors, and would merge zeros for them."""
+    shutil.copytree(models / "a2", tmp_path / "other")
+    path = tmp_path / "other" / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path, {"format": "pt"})
+    config = load_config(BASE_DIR, "sft")
+    for folders in ([models / "a1", tmp_path / "other"], [tmp_path / "other", models / "a1"]):
+        with pytest.raises(ConfigError, match=f"^other does not fit the base model: .*{message}"):
+            merge_adapters(request(folders, "cat", [0.5, 0.5]), config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.long
