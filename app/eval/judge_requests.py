@@ -225,7 +225,7 @@ class JudgeServer:
                 if len(received) > _MOST_BYTES:
                     return 200, "", 0.0  # no completion is as long
             pause = response.headers.get("retry-after", "")
-            return response.status_code, received.decode(errors="replace"), float(pause) if pause.isdigit() else 0.0
+            return response.status_code, received.decode(errors="replace"), float(pause) if pause.isdecimal() else 0.0
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         return {"model": self.model, "messages": messages, "temperature": 0}

@@ -39,9 +39,18 @@ LABELS = {
     "chrf": ("chrF", "series of characters in common, 0 to 100"),
     "json": ("Valid JSON", "share of answers that are"),
     "json_schema": ("Fits the JSON Schema", "share of answers that do"),
+    "judge_win": ("Rows won", "share of rows whose answer the judge prefers, ties as half"),
+    "judge_score": ("Judge's score", "of each answer, 1 to 10"),
 }
 """What a metric is called, and what it is."""
-_KINDS = {"better": "ts-better", "worse": "ts-worse"}
+_KINDS = {"better": "ts-better", "worse": "ts-worse", "forgot": "ts-worse"}
+_BESIDES = {
+    "forgetting": ("Forgetting", "The loss on texts that have nothing to do with the rows: a higher one is what was "
+                   "forgotten. Only losses on these texts can show."),
+    "judge": ("A judge", "Another model read the answers. Its verdict is an opinion."),
+    "tasks": ("Tasks of lm-evaluation-harness", "Intervals are 1.96 of the harness's standard errors to each side."),
+}  # fmt: skip
+"""Headings of what was measured besides the metrics, and what is to be known of it."""
 _PLOT = 100.0
 
 
@@ -136,6 +145,7 @@ def report_parts(entry: dict[str, Any], view: dict[str, Any]) -> Html:
             alert_list(view["failed"], "error") if len(view["failed"]) > 1 else "",
             _scores(view),
             _by_source(view),
+            *map(_besides, view["parts"]),
             _changed(view["changed"]),
             _notes(view),
         ]
@@ -153,11 +163,14 @@ def _verdicts(view: dict[str, Any]) -> Html:
 
 def _verdict(model: dict[str, Any], first: str) -> Html:
     better, worse, same, unknown = (list(map(label_of, model[key])) for key in ("better", "worse", "same", "unknown"))
+    forgot = model["forgot"]
     clauses = [f"better in {_listed(better)}"] if better else []
     clauses += [f"worse in {_listed(worse)}"] if worse else []
+    clauses += [f"it forgot, as {_listed(forgot)} shows"] if forgot else []
     clauses += [f"no difference shown in {_listed(same)}"] if same else []
     clauses += [f"not comparable in {_listed(unknown)}"] if unknown else []
-    kind: Kind = "warning" if better and worse else "good" if better else "error" if worse else "info"
+    lost = worse or forgot
+    kind: Kind = "warning" if better and lost else "good" if better else "error" if lost else "info"
     return alert_list([join([element("strong", model["model"]), f" against {first}: ", "; ".join(clauses), "."])], kind)
 
 
@@ -169,10 +182,8 @@ def _scores(view: dict[str, Any]) -> Html:
     """All metrics of all rows: a group of lines for each metric, a line for each model."""
     groups = []
     for metric in view["metrics"]:
-        better = "lower is better" if metric["lower"] else "higher is better"
-        about = LABELS.get(metric["name"], ("", ""))[1]
-        heading = join([element("strong", label_of(metric["title"])), _small(", ".join(filter(None, [about, better])))])
-        groups.append((heading, [row for row in metric["rows"] if row["source"] is None]))
+        groups.append((_heading(metric, label_of(metric["title"])),
+                       [row for row in metric["rows"] if row["source"] is None]))  # fmt: skip
     if not groups:
         return note("No model was evaluated, so there is nothing to compare.")
     first = view["models"][0]
@@ -182,6 +193,26 @@ def _scores(view: dict[str, Any]) -> Html:
         "not mean equal: with more rows, one may show."
     )
     return section("Scores", join([explained, _table(groups, first, "Scores", "Model", "model")]))
+
+
+def _heading(metric: dict[str, Any], name: str) -> Html:
+    """What is measured, and which is better."""
+    better = {True: "lower is better", False: "higher is better", None: ""}[metric["lower"]]
+    about = LABELS.get(metric["name"], ("", ""))[1]
+    return join([element("strong", name), _small(", ".join(filter(None, [about, better])))])
+
+
+def _besides(part: dict[str, Any]) -> Html:
+    """What was measured besides the metrics: forgetting, the judge's verdicts, or tasks."""
+    name, about = _BESIDES[part["name"]]
+    groups = []
+    for metric in part["metrics"]:
+        heading = ": ".join(filter(None, [metric.get("group", ""), label_of(metric["title"])]))
+        groups.append((_heading(metric, heading), [row for row in metric["rows"] if row["source"] is None]))
+    notes = element("ul", join(element("li", line) for line in part["notes"]), class_="ts-plain-list")
+    table = _table(groups, part["first"], name, "Model", "model") if groups else note("It has no result.")
+    lead = note(" ".join(filter(None, [f"{part['about']}." if part["about"] else "", about])))
+    return section(name, join([lead, table, notes if part["notes"] else ""]))
 
 
 def _by_source(view: dict[str, Any]) -> Html:
