@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,13 +80,27 @@ def _evaluate(args: Args, argv: Sequence[str], quiet: bool) -> tuple[int, dict[s
     with held(folder, [candidate.label for candidate in plan.candidates], command):
         try:
             study.run()
-            document = _document(study, command)
-            write_json(folder.report, document)
+            with _to_the_end():
+                document = _document(study, command)
+                write_json(folder.report, document)
         except BaseException:
             if is_new and not folder.runs():
                 shutil.rmtree(plan.folder, ignore_errors=True)  # nothing was evaluated
             raise
     return 130 if study.interrupted else 1 if study.failed else 0, document
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """Keeps SIGTERM, as a page sends it, from losing all that was evaluated while it is compared."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: None)  # unlike SIG_IGN, no child inherits it
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def _show(document: dict[str, Any]) -> None:

@@ -109,8 +109,9 @@ class _Page:
             self.tokens = self._text("answer_tokens", "Longest answer, in tokens", "0: losses alone, which is fast.",
                                      str(ANSWER_TOKENS))  # fmt: skip
             self.schema = self._text("metric_schema", "JSON Schema", "A file, for the metric of that name.", "none")
-        gr.HTML(note("Metrics in files of your own, and models that judge answers, run from the command line only: "
-                     "`tunesmith eval`."), padding=False, apply_default_css=False)  # fmt: skip
+        gr.HTML(note("Metrics in files of your own, forgetting, models that judge answers, and tasks of "
+                     "lm-evaluation-harness run from the command line only: `tunesmith eval`. Their results are shown "
+                     "here too."), padding=False, apply_default_css=False)  # fmt: skip
         gr.HTML("<h2>4. Where to run</h2>", padding=False, apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             able = [choice.name for choice in strategy_choices("lora", None) if choice.reason is None]

@@ -1,14 +1,18 @@
-"""The report of `tunesmith eval` where the first model lacks a part of what the others have."""
+"""The report of `tunesmith eval`: what is said of a part that the first model lacks, and that a stop loses nothing."""
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app.eval import command
 from app.eval.command import _document
-from app.eval.comparison import Settings
+from app.eval.comparison import Settings, compare
 from app.eval.forgetting import Sample
 from tests.unit.app.eval.test_comparison import made
 from tests.unit.app.eval.test_forgetting import texts
@@ -33,3 +37,35 @@ def test_a_part_that_is_compared_with_another_model_says_so(is_there: bool) -> N
     assert (f"general text: {line}" in document["forgetting"]["notes"]) is not is_there
     assert (f"tasks: {line}" in document["notes"]) is not is_there
     assert {entry["a"] for entry in document["forgetting"]["comparisons"]} == {"base" if is_there else "a"}
+
+
+def test_a_stop_while_the_models_are_compared_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Evaluated:
+        """A study that has evaluated its models."""
+
+        def __init__(self, plan: Any, quiet: bool):
+            self.plan, self.quiet, self.failed, self.interrupted = plan, quiet, dict[str, str](), False
+            self.rows, self.tasks = {"base": made(20, 1), "a": made(20, 2)}, dict[str, Any]()
+
+        def run(self) -> None: ...
+
+    def stopped(*args: Any) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return compare(*args)
+
+    plan = SimpleNamespace(candidates=[SimpleNamespace(label="base")], settings=Settings(["loss"]), judge=None,
+                           folder=tmp_path / "eval-1", samples=[])  # fmt: skip
+    for name, stub in (("make_plan", lambda args: plan), ("Study", Evaluated), ("compare", stopped)):
+        monkeypatch.setattr(command, name, stub)
+    ends = []
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: ends.append(signum))
+    try:
+        args = command.EVAL.read(["a"])
+        assert args is not None
+        status, document = command._evaluate(args, ["a"], True)
+        assert (status, {row["model"] for row in document["rows"]}, ends) == (0, {"base", "a"}, [])
+        assert (tmp_path / "eval-1" / "report.json").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ends == [signal.SIGTERM], "afterwards a signal is what it was"
+    finally:
+        signal.signal(signal.SIGTERM, old)
