@@ -195,8 +195,8 @@ def _refuse_rows(plan: Plan, roots: Sequence[Path]) -> None:
 
 def _launch(folder: EvaluationFolder, argv: Sequence[str], models: Sequence[str]) -> None:
     """Starts `eval` in its own session; it locks the folder itself."""
-    shown = ["tunesmith", "eval", *argv[: argv.index("--output_dir")]]
-    note = {"models": list(models), "command": shown, "started_at": now(), "host": socket.gethostname()}
+    line = ["tunesmith", "eval", *argv[: argv.index("--output_dir")]]
+    note = {"models": list(models), "command": line, "started_at": now(), "host": socket.gethostname()}
     folder.write_note(note)
     with open(folder.output, "xb") as output:
         child = subprocess.Popen(

@@ -289,8 +289,7 @@ def _by_group(key: str, rows: list[View], comparisons: list[View]) -> list[View]
         own, of_group = ([entry for entry in entries if entry.get(key) == group and entry["metric"] == name]
                          for entries in (rows, comparisons))  # fmt: skip
         compared = {_key(entry, "b"): entry for entry in of_group}
-        shown = _text(name, _MAX_NAME)
-        metrics.append({**_metric(shown, own, compared), "group": _text(group, _MAX_NAME)})
+        metrics.append({**_metric(_text(name, _MAX_NAME), own, compared), "group": _text(group, _MAX_NAME)})
     return metrics
 
 
@@ -322,13 +321,13 @@ def _metric(name: str, rows: Iterable[View], compared: Mapping[Any, View]) -> Vi
 def _comparison(metric: str, comparison: View | None) -> View:
     entry = comparison or {}
     difference = _number(entry.get("difference"))
-    words = None if comparison is None else verdict(metric, difference, entry.get("significant") is True)
-    if words is not None and isinstance(own := entry.get("verdict"), str) and own in _VERDICTS:
-        words = own
+    shows = None if comparison is None else verdict(metric, difference, entry.get("significant") is True)
+    if shows is not None and isinstance(own := entry.get("verdict"), str) and own in _VERDICTS:
+        shows = own
     return {
         "difference": difference, "difference_low": _number(entry.get("low")),
         "difference_high": _number(entry.get("high")), "p_value": _number(entry.get("p_value")),
-        "compared_rows": _number(entry.get("rows")), "verdict": words,
+        "compared_rows": _number(entry.get("rows")), "verdict": shows,
     }  # fmt: skip
 
 

@@ -239,10 +239,10 @@ class _Page:
             return [gr.skip()] * 10
         head, entries, report, files, _ = (part if new else gr.skip()
                                                for part, new in zip(parts, changed, strict=True))  # fmt: skip
-        shown = [gr.skip()] * 4
+        updates = [gr.skip()] * 4
         if changed[4]:
-            shown = [gr.update(visible=word in parts[4].split(" ")) for word in ("stop", "panel", "form", "download")]
-        stop_button, panel, form, download = shown
+            updates = [gr.update(visible=word in parts[4].split(" ")) for word in ("stop", "panel", "form", "download")]
+        stop_button, panel, form, download = updates
         message = "" if changed[4] and digest else gr.skip()  # a message about an earlier state is obsolete
         return [head, stop_button, panel, message, form, entries, report, download, files, " ".join(digests)]
 

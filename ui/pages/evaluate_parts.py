@@ -45,8 +45,8 @@ LABELS = {
 """What a metric is called, and what it is."""
 _KINDS = {"better": "ts-better", "worse": "ts-worse", "forgot": "ts-worse"}
 _BESIDES = {
-    "forgetting": ("Forgetting", "The loss on texts that have nothing to do with the rows: a higher one is what was "
-                   "forgotten. Only losses on these texts can show."),
+    "forgetting": ("Forgetting", "The loss on other texts than the rows: a model whose loss is higher there than that "
+                   "of the first one has forgotten something. What is not in these texts cannot show."),
     "judge": ("A judge", "Another model read the answers. Its verdict is an opinion."),
     "tasks": ("Tasks of lm-evaluation-harness", "Intervals are 1.96 of the harness's standard errors to each side."),
 }  # fmt: skip
@@ -252,13 +252,13 @@ def _table(
     lines: list[Html] = []
     for heading, rows in groups:
         lines.append(element("tr", element("th", heading, colspan=len(headers), scope="rowgroup"), class_="ts-group"))
-        lines += _lines(rows, key)
+        lines += _lines(rows, first, key)
     unseen = element("caption", caption, class_="ts-unseen")
     table = element("table", join([unseen, element("thead", element("tr", head)), element("tbody", join(lines))]))
     return element("div", table, class_="ts-table ts-scores", tabindex=0, role="region", aria_label=caption)
 
 
-def _lines(rows: Sequence[dict[str, Any]], key: str) -> Iterable[Html]:
+def _lines(rows: Sequence[dict[str, Any]], first: str, key: str) -> Iterable[Html]:
     decimals = _decimals([row[name] for row in rows for name in ("value", "low", "high")])
     ends = [row[name] for row in rows for name in ("value", "low", "high") if row[name] is not None]
     low, high = (min(ends), max(ends)) if ends else (0.0, 0.0)
@@ -271,7 +271,7 @@ def _lines(rows: Sequence[dict[str, Any]], key: str) -> Iterable[Html]:
                 "td", _bounds(row["low"], row["high"], decimals) or "-", class_="ts-number", data_name="95% interval"
             ),
             element("td", _plot(row, low, high), class_="ts-interval"),
-            element("td", _difference(row, decimals)),
+            element("td", _difference(row, first, decimals)),
             element("td", number_text(row["rows"]), class_="ts-number", data_name="Rows"),
         ]
         yield element("tr", join(cells))
@@ -292,19 +292,20 @@ def _plot(row: dict[str, Any], low: float, high: float) -> Html:
     return Html(f'<svg class="ts-whisker" aria-hidden="true">{bar}{dot}</svg>')
 
 
-def _difference(row: dict[str, Any], decimals: int) -> Html:
+def _difference(row: dict[str, Any], first: str, decimals: int) -> Html:
     """The verdict in words, and the difference with its interval."""
-    words = row["verdict"]
-    if words is None:
-        return element("span", "what the others are compared with", class_="ts-beside")
+    shows = row["verdict"]
+    if shows is None:
+        is_first = row["model"] == first
+        return element("span", "what the others are compared with" if is_first else "not compared", class_="ts-beside")
     if row["difference"] is None:
-        return element("span", words)
+        return element("span", shows)
     sign = "+" if row["difference"] > 0 else ""
     bounds = _bounds(row["difference_low"], row["difference_high"], decimals)
     measured = f"{sign}{_fixed(row['difference'], decimals)}{f' ({bounds})' if bounds else ''}{_chance(row['p_value'])}"
     fewer = row["compared_rows"] is not None and row["compared_rows"] != row["rows"]
     common = f", {number_text(row['compared_rows'])} rows in common" if fewer else ""
-    return join([element("span", words, class_=_KINDS.get(words, "ts-same")), _small(f"{measured}{common}")])
+    return join([element("span", shows, class_=_KINDS.get(shows, "ts-same")), _small(f"{measured}{common}")])
 
 
 def _decimals(values: Sequence[float | None]) -> int:
@@ -335,7 +336,7 @@ def _changed(changes: Sequence[dict[str, Any]]) -> Html:
 
 def _change(change: dict[str, Any]) -> Html:
     heading = element("h3", join([change["row"] or "a row", _small(change["source"]) if change["source"] else ""]))
-    texts = [_said(name, "", element("div", change[key].strip(), class_="ts-said"))
+    texts = [_quoted(name, "", element("div", change[key].strip(), class_="ts-said"))
              for name, key in (("Prompt", "prompt"), ("Expected", "expected")) if change[key]]  # fmt: skip
     metric = label_of(change["metric"])
     answers = [_answer(change["a"], change["answer_a"], metric, change["before"], change["was_right"])]
@@ -360,16 +361,18 @@ def _answer(
         right: whether it is the expected text; None if that is unknown.
         lost: whether the model before had it right.
     """
-    words = {True: "right", False: "no longer right" if lost else "wrong", None: ""}[right]
-    fate = element("span", words, class_="ts-worse" if lost and right is False else "ts-better" if right else None)
-    score = join(filter(None, [fate if words else "", f"{metric} {number_text(value)}"]), ", ")
+    mark = {True: "right", False: "no longer right" if lost else "wrong", None: ""}[right]
+    fate = element("span", mark, class_="ts-worse" if lost and right is False else "ts-better" if right else None)
+    score = join(filter(None, [fate if mark else "", f"{metric} {number_text(value)}"]), ", ")
     if parts is None:
-        return _said(model, score, Html(""))
+        return _quoted(model, score, Html(""))
     marked = join(element("mark", part) if differs else part for part, differs in parts)
-    return _said(model, score, element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer"))
+    return _quoted(
+        model, score, element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer")
+    )
 
 
-def _said(name: str, fact: Any, content: Html) -> Html:
+def _quoted(name: str, fact: Any, content: Html) -> Html:
     """A text below who said it."""
     head = element("p", join([element("strong", name), " ", fact]), class_="ts-sayer")
     return element("div", join([head, content]))

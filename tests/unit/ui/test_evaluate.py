@@ -125,6 +125,8 @@ def test_the_verdict_comes_first_and_says_when_no_difference_is_shown(tmp_path: 
     worse = html(comparisons=[{**comparisons[0], "difference": 1.0}, {**comparisons[1], "significant": True}])
     assert "better in Exact match; worse in Loss" in worse
     assert "ts-alert-warning" in worse
+    neither = html(comparisons=comparisons[1:])
+    assert (neither.count("not compared"), neither.count("what the others are compared with")) == (3, 4)
     assert "was evaluated alone" in html(rows=evaluation_document()["rows"][:1], comparisons=[])
     assert "nothing to compare" in html(rows=[], comparisons=[], failed={"a": "b"})
 
