@@ -189,6 +189,40 @@ def evaluation_document(**parts: Any) -> dict[str, Any]:
             "command": ["tunesmith", "eval", "a-run", "--answer_tokens", "8"], **parts}  # fmt: skip
 
 
+def parts_besides(difference: float = 1.0) -> dict[str, Any]:
+    """Parts of the report of `tunesmith eval` with `--forgetting`, a judge and tasks, as it writes them.
+
+    Args:
+        difference: of every comparison, all of which are significant.
+    """
+    pair = {"a": "base", "b": "a-run", "source": None, "difference": difference, "low": difference - 0.1,
+            "high": difference + 0.1, "p_value": 1e-4, "significant": True, "rows": 40}  # fmt: skip
+    values = {"source": None, "value": 0.5, "low": 0.4, "high": 0.6, "rows": 40}
+    general = {"sample": "general text", "metric": "loss"}
+    of_task = {"task": "quiz", "metric": "acc", "higher_is_better": True}
+    return {
+        "forgetting": {
+            "samples": [{"name": "general text", "dataset": "passages.jsonl"}],
+            "rows": [{**general, **values, "model": model} for model in ("base", "a-run")],
+            "comparisons": [{**pair, **general, "verdict": "forgot" if difference > 0 else "better"}],
+            "notes": ["general text: one row was cut"],
+        },
+        "judge": {
+            "metric": "judge_win", "model": "judge-1", "url": "http://127.0.0.1:9/v1",
+            "rows": [{**values, "model": model, "against": other, "metric": "judge_win"}
+                     for model, other in (("base", "a-run"), ("a-run", "base"))],
+            "comparisons": [{**pair, "metric": "judge_win", "wins": 30, "losses": 5, "ties": 4, "identical": 1}],
+            "notes": ["2 rows without a verdict in both orders left out"], "malformed": {}, "usage": {}, "failed": None,
+        },
+        "tasks": {
+            "version": "0.4.13",
+            "rows": [{**of_task, "model": model, "value": 0.5, "stderr": 0.05, "rows": 40}
+                     for model in ("base", "a-run")],
+            "comparisons": [{**pair, **of_task, "verdict": "better" if difference > 0 else "worse"}],
+        },
+    }  # fmt: skip
+
+
 def add_evaluation(
     runs_dir: Path, document: dict[str, Any] | None, name: str = "eval-1", **note: Any
 ) -> EvaluationFolder:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,16 +77,30 @@ def _evaluate(args: Args, argv: Sequence[str], quiet: bool) -> tuple[int, dict[s
     os.environ.pop(API_KEY, None)  # no process that evaluates a model needs it
     study, folder = Study(plan, quiet), EvaluationFolder(plan.folder)
     is_new, command = not plan.folder.exists(), ["tunesmith", "eval", *argv]
-    try:
-        with held(folder, [candidate.label for candidate in plan.candidates], command):
+    with held(folder, [candidate.label for candidate in plan.candidates], command):
+        try:
             study.run()
-            document = _document(study, command)
-            write_json(folder.report, document)
-    except BaseException:
-        if is_new and not folder.runs():
-            shutil.rmtree(plan.folder, ignore_errors=True)  # nothing was evaluated
-        raise
+            with _to_the_end():
+                document = _document(study, command)
+                write_json(folder.report, document)
+        except BaseException:
+            if is_new and not folder.runs():
+                shutil.rmtree(plan.folder, ignore_errors=True)  # nothing was evaluated
+            raise
     return 130 if study.interrupted else 1 if study.failed else 0, document
+
+
+@contextlib.contextmanager
+def _to_the_end() -> Iterator[None]:
+    """Keeps SIGTERM, as a page sends it, from losing all that was evaluated while it is compared."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: None)  # unlike SIG_IGN, no child inherits it
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 def _show(document: dict[str, Any]) -> None:
@@ -93,14 +110,17 @@ def _show(document: dict[str, Any]) -> None:
 
 def _document(study: Study, command: Sequence[str]) -> dict[str, Any]:
     """The report of what was evaluated."""
-    plan = study.plan
+    plan, first = study.plan, study.plan.candidates[0].label
     document = _compared(study) if study.rows else dict(_NOTHING)
     if plan.judge is not None and study.rows and not study.interrupted:
         _judge(plan.judge, study, document)
     if study.tasks:
         document["tasks"] = compare_tasks(study.tasks, plan.settings.seed)
+        document["notes"] = [*document["notes"], *_other_first(f"tasks: {first}", first, study.tasks)]
     if plan.samples:
-        document["forgetting"] = forgetting(plan.samples, study.samples)
+        document["forgetting"] = part = forgetting(plan.samples, study.samples)
+        for name, models in study.samples.items():
+            part["notes"] += _other_first(f"{name}: {first}", first, models)
     document |= {"failed": study.failed, "interrupted": study.interrupted, "report_dir": str(plan.folder),
                  "command": list(command)}  # fmt: skip
     document["changed"] = document.pop("changed")  # last, as it may be long: readers begin at the front
@@ -123,7 +143,7 @@ def _judge(judge: Judge, study: Study, document: dict[str, Any]) -> None:
 
 def _compared(study: Study) -> dict[str, Any]:
     """The comparison of the models that were evaluated; without the metrics of one's own, if one of them fails."""
-    settings, missing = study.plan.settings, study.plan.candidates[0].label
+    settings, first = study.plan.settings, study.plan.candidates[0].label
     try:
         document = compare(study.rows, settings)
     except ConfigError as error:
@@ -134,7 +154,12 @@ def _compared(study: Study) -> dict[str, Any]:
             document = compare(study.rows, replace(settings, metrics=shipped or None))
         except ConfigError:  # there is nothing to compare
             return dict(_NOTHING)
-    if missing not in study.rows:
-        note = f"{missing} was not evaluated, so the others are compared with {next(iter(study.rows))}"
-        document["notes"] = [note, *document["notes"]]
+    document["notes"] = [*_other_first(first, first, study.rows), *document["notes"]]
     return document
+
+
+def _other_first(subject: str, first: str, models: Mapping[str, object]) -> list[str]:
+    """A note if the first model of the plan is missing, and others are compared with the next one."""
+    if not models or first in models:
+        return []
+    return [f"{subject} was not evaluated, so the others are compared with {next(iter(models))}"]

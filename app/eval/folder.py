@@ -24,6 +24,8 @@ from trainers.run.json_file import parse_json
 
 PREFIX = "eval-"
 _LOCK = ".lock"
+SAMPLES = "forgetting"
+"""Folder of the runs on samples for forgetting."""
 MAX_REPORT_BYTES = 4 << 20
 """Bytes of a report that are read."""
 _MAX_ENTRIES = 2000
@@ -58,10 +60,15 @@ class EvaluationFolder(WorkFolder):
 
     def runs(self) -> list[RunFolder]:
         """The run of each model so far, in the order in which they are evaluated."""
-        names: list[tuple[int, str]] = []
-        with contextlib.suppress(OSError):
-            names = [(int(match[1]), name) for name in os.listdir(self.path) if (match := _RUN.fullmatch(name))]
-        return [run for _, name in sorted(names) if (run := RunFolder(self.path / name)).state_file.exists()]
+        return _runs_in(self.path)
+
+    def runs_of_samples(self, run: RunFolder) -> list[RunFolder]:
+        """The runs of a model on samples for forgetting so far.
+
+        Args:
+            run: the model's run, one of `runs`.
+        """
+        return [of_sample for of_sample in _runs_in(self.path / SAMPLES) if of_sample.id.startswith(f"{run.id}-")]
 
     def document(self) -> tuple[dict[str, Any], bool]:
         """The report, without validation, and whether all of it was read; ({}, True) if there is none."""
@@ -76,6 +83,19 @@ class EvaluationFolder(WorkFolder):
         """The end of what it printed."""
         _, size = read_span(self.output, 0, 0)
         return read_span(self.output, max(0, size - _MAX_OUTPUT_BYTES), _MAX_OUTPUT_BYTES)[0].decode("utf-8", "replace")
+
+
+def _runs_in(path: Path) -> list[RunFolder]:
+    """The run folders whose names begin with a number, by that number."""
+    names: list[tuple[int, str]] = []
+    with contextlib.suppress(OSError):
+        names = [(int(match[1]), name) for name in os.listdir(path) if (match := _RUN.fullmatch(name))]
+    return [run for _, name in sorted(names) if (run := RunFolder(path / name)).state_file.exists()]
+
+
+def tasks_file(run: RunFolder) -> Path:
+    """The results of tasks of lm-evaluation-harness of a model, beside its run."""
+    return run.path.with_name(f"{run.id}-tasks.json")
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from app.eval.comparison import Settings, compare
+from app.eval.folder import SAMPLES
 from app.eval.rows import Row
 from trainers.embedded import GENERAL_DIR
 
@@ -39,7 +40,7 @@ class Sample:
         return {
             "dataset_name": self.dataset, "eval_dataset_name": self.dataset, "eval_answer_tokens": 0,
             "overlong": "truncate", "report_to": "",
-            "output_dir": str(folder.parent / "forgetting" / f"{folder.name}-{self.name.replace(' ', '-')}"),
+            "output_dir": str(folder.parent / SAMPLES / f"{folder.name}-{self.name.replace(' ', '-')}"),
         }  # fmt: skip
 
 

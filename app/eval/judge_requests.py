@@ -108,6 +108,7 @@ class JudgeServer:
     Attributes:
         usage: what was asked and paid.
         refusal: what the judge said to the first request that it refused by itself; empty without one.
+        gone: why it cannot be asked further; empty while it can.
     """
 
     url: str
@@ -120,6 +121,7 @@ class JudgeServer:
     quiet: bool = False
     usage: Usage = field(default_factory=Usage)
     refusal: str = ""
+    gone: str = ""
 
     def ask(self, conversations: Sequence[list[dict[str, str]]]) -> tuple[list[Reply | None], str | None]:
         """The replies to conversations, in their order.
@@ -159,16 +161,16 @@ class JudgeServer:
         waiting = [index for index, reply in enumerate(replies) if reply is None]
         self._announce([conversations[index] for index in waiting])
         headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
-        started, gone = 0, ""
+        started = 0
 
         async def work(client: httpx.AsyncClient) -> None:
-            nonlocal started, gone
-            while waiting and not gone and self._may_ask(started):
+            nonlocal started
+            while waiting and not self.gone and self._may_ask(started):
                 index, started = waiting.pop(0), started + 1
                 try:
                     replies[index] = await self._reply(client, conversations[index])
                 except JudgeGone as error:
-                    gone = gone or str(error)
+                    self.gone = self.gone or str(error)
                     self.usage.unasked += 1
 
         # Neither proxies nor .netrc of the environment: the key goes to this address alone.
@@ -179,7 +181,7 @@ class JudgeServer:
         async with client:
             await asyncio.gather(*(work(client) for _ in range(CONCURRENT)))
         self.usage.unasked += len(waiting)
-        return replies, gone or None
+        return replies, self.gone or None
 
     async def _reply(self, client: Any, messages: list[dict[str, str]]) -> Reply:
         """Asks until there is a reply.
@@ -225,7 +227,7 @@ class JudgeServer:
                 if len(received) > _MOST_BYTES:
                     return 200, "", 0.0  # no completion is as long
             pause = response.headers.get("retry-after", "")
-            return response.status_code, received.decode(errors="replace"), float(pause) if pause.isdigit() else 0.0
+            return response.status_code, received.decode(errors="replace"), float(pause) if pause.isdecimal() else 0.0
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         return {"model": self.model, "messages": messages, "temperature": 0}

@@ -70,10 +70,7 @@ def _print_tasks(part: Mapping[str, Any]) -> None:
     show_table(["task", "metric", "model", "value", "standard error", "rows"],
                [[_safe(cell) for cell in row] for row in sorted(cells, key=lambda row: row[:2])])  # fmt: skip
     for entry in part["comparisons"]:
-        is_better = (entry["difference"] or 0) > 0
-        verdict = {None: "differs", is_better: "better"}.get(entry["higher_is_better"], "worse")
-        of_task = {**entry, "source": f"{entry['task']}, {entry['metric']}", "verdict": verdict}
-        report(_safe(comparison_line(of_task)))
+        report(_safe(comparison_line({**entry, "source": f"{entry['task']}, {entry['metric']}"})))
 
 
 def _print_forgetting(part: Mapping[str, Any]) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from app.accelerate_launch import launch_environment, module_argv, module_environment
 from app.console import shortened
-from app.eval.statistics import difference, mean_of
+from app.eval.folder import tasks_file
+from app.eval.statistics import Difference, difference, mean_of
 from app.launch.foreground import run_checker
 from app.launch.job import TrainJob
 from trainers.config.command_line import option
@@ -58,7 +59,7 @@ class Tasks:
             ConfigError: if a task cannot be evaluated.
             CheckBroke: if the harness crashes.
         """
-        output = job.run.path.with_name(f"{job.run.path.name}-tasks.json")
+        output = tasks_file(job.run)
         request = {"tasks": self.names, "run_dir": str(job.run.path), "limit": self.limit, "output": str(output)}
         environment = module_environment(launch_environment(job.devices))
         run_checker(_argv(request), {**environment, **_OFFLINE})
@@ -110,7 +111,8 @@ def compare_tasks(models: Mapping[str, Mapping[str, Any]], seed: int = 0) -> dic
     Returns:
         `version` of the harness; `rows` `[{model, task, metric, value, stderr, higher_is_better, rows}]`, with the
         harness's standard error; `comparisons` `[{a, b, task, metric, difference, low, high, p_value, significant,
-        higher_is_better, rows}]` of metrics that are means over examples.
+        higher_is_better, rows, verdict}]` of metrics that are means over examples; the verdict is better, worse,
+        differs (where the harness does not say which is better), no difference shown, or cannot be compared.
     """
     document: dict[str, Any] = {"version": None, "rows": [], "comparisons": []}
     for model, results in models.items():
@@ -129,10 +131,21 @@ def compare_tasks(models: Mapping[str, Mapping[str, Any]], seed: int = 0) -> dic
                     after = of_other[metric]
                     result = difference(mean_of([before[at] for at in common]), mean_of([after[at] for at in common]),
                                         seed)  # fmt: skip
+                    higher = task["higher"].get(metric.partition(" (")[0])
                     document["comparisons"].append({
                         "a": first, "b": other, "task": name, "metric": metric, "difference": result.value,
                         "low": result.low, "high": result.high, "p_value": result.p_value,
                         "significant": result.significant, "rows": len(common),
-                        "higher_is_better": task["higher"].get(metric.partition(" (")[0]),
+                        "higher_is_better": higher, "verdict": _verdict(result, higher),
                     })  # fmt: skip
     return document
+
+
+def _verdict(result: Difference, higher_is_better: bool | None) -> str:
+    if result.value is None:
+        return "cannot be compared"
+    if not result.significant:
+        return "no difference shown"
+    if higher_is_better is None:
+        return "differs"
+    return "better" if (result.value > 0) == higher_is_better else "worse"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.console import clean, counted
-from app.eval.folder import EvaluationFolder, evaluations
+from app.eval.folder import EvaluationFolder, evaluations, tasks_file
 from app.eval.metrics import LOWER_IS_BETTER
 from app.eval.report import verdict
 from app.runs.fixed_prompts import changes
@@ -31,6 +31,10 @@ _MOST_NOTES = 50
 _MAX_TEXT = 4000
 """Characters that are shown of a prompt or an answer."""
 _MAX_NAME = 200
+_VERDICTS = frozenset({"better", "worse", "forgot", "differs", "no difference shown", "cannot be compared"})
+"""Those that a comparison in a report may bring itself."""
+_OF_ERROR = 1.96
+"""Standard errors on each side of a 95 % interval."""
 _OF_LOSS = 0.25
 """Share of a model's progress that its losses are; answers take longer."""
 
@@ -119,11 +123,22 @@ def _progress(folder: EvaluationFolder, models: list[str]) -> tuple[str, float]:
     run, number = runs[-1], len(runs)
     state, name = true_state(run)["state"], _name(models, number)
     if state in END_STATES:
+        if state == "done" and (doing := _beside(folder, run)):
+            return f"model {number} of {total}, {name}: {doing}", number / total
         if number >= total:
             return "comparing the models", 1.0
         return f"model {number + 1} of {total}, {_name(models, number + 1)}: preparing", number / total
     doing, share = ("waits for its devices", 0.0) if state == "queued" else _of_rows(run)
     return f"model {number} of {total}, {name}: {doing}", (number - 1 + share) / total
+
+
+def _beside(folder: EvaluationFolder, run: RunFolder) -> str:
+    """What is measured of a model after its rows; empty if nothing is under way."""
+    if of_samples := folder.runs_of_samples(run):
+        ended = true_state(of_samples[-1])["state"] in END_STATES
+        return "" if ended else f"forgetting, {_of_rows(of_samples[-1])[0]}"
+    has_tasks = any(word.partition("=")[0] == "--tasks" for word in _names(folder.note().get("command")))
+    return "tasks of lm-evaluation-harness" if has_tasks and not tasks_file(run).exists() else ""
 
 
 def _of_rows(run: RunFolder) -> tuple[str, float]:
@@ -183,7 +198,8 @@ def result(folder: EvaluationFolder) -> View:
 
     Returns:
         `models`, the one that the others are compared with first; `metrics`, see `_metric`; `changed`, see `_changes`;
-        `notes` and `failed`, sentences; `command`; and `left_out`, sentences about what is not listed here.
+        `parts`, what was measured besides, see `_parts_besides`; `notes` and `failed`, sentences; and `left_out`,
+        sentences about what is not listed here.
     """
     return _result(folder.report, stamp(folder.report))
 
@@ -203,12 +219,78 @@ def _result(path: Path, version: Stamp | None) -> View:
     return {
         "models": list(dict.fromkeys(_text(row["model"], _MAX_NAME) for row in rows)),
         "metrics": [_metric(name, rows, compared) for name in names],
+        "parts": _parts_besides(document),
         "changed": _changes(every[:_MOST_CHANGED]),
         "notes": [_text(note, _MAX_TEXT) for note in _list(document, "notes")[:_MOST_NOTES]],
         "failed": [f"{_text(name, _MAX_NAME)}: {_text(why, _MAX_TEXT)}" for name, why in failed.items()]
         if isinstance(failed, dict) else [],
         "left_out": left_out,
     }  # fmt: skip
+
+
+def _parts_besides(document: Mapping[str, Any]) -> list[View]:
+    """Forgetting, the judge's verdicts, and tasks of lm-evaluation-harness, as far as the report has them.
+
+    Returns:
+        `[{name, about, first, metrics, notes}]`: `first` is the model that others are compared with, `metrics` as of
+        `_metric`, whose `lower` is None if nothing says which is better.
+    """
+    parts = []
+    for name, part_of in (("forgetting", _forgetting), ("judge", _judged), ("tasks", _tasks)):
+        if isinstance(part := document.get(name), dict):
+            comparisons = _entries(part, "comparisons", ("a", "b", "metric"))[:_MOST_ROWS]
+            rows = _entries(part, "rows", ("model", "metric"))[:_MOST_ROWS]
+            first = (comparisons or [{"a": rows[0]["model"] if rows else ""}])[0]["a"]
+            notes = [_text(note, _MAX_TEXT) for note in _list(part, "notes")[:_MOST_NOTES]]
+            own = part_of(part, rows, comparisons)
+            notes = [*own.pop("notes", []), *notes]
+            parts.append({"name": name, "about": "", "first": _text(first, _MAX_NAME), "notes": notes, **own})
+    return parts
+
+
+def _forgetting(part: View, rows: list[View], comparisons: list[View]) -> View:
+    return {"metrics": _by_group("sample", rows, comparisons)}
+
+
+def _judged(part: View, rows: list[View], comparisons: list[View]) -> View:
+    names = [_text(part.get(key), _MAX_NAME) for key in ("model", "url")]
+    pairs = {_key(entry, "b"): entry for entry in comparisons}
+    # Of a pair each model has a row, and one says it all.
+    rows = [row for row in rows if "against" not in row or _key(row, "model") in pairs]
+    metrics = [_metric(name, rows, pairs) for name in dict.fromkeys(_text(row["metric"], _MAX_NAME) for row in rows)]
+    outcomes = (("won", "wins"), ("lost", "losses"), ("tied", "ties"), ("identical", "identical"))
+    notes = []
+    for entry in comparisons:
+        counts = [(word, _number(entry.get(key))) for word, key in outcomes]
+        if all(count is not None for _, count in counts):
+            pair = f"{_text(entry['b'], _MAX_NAME)} against {_text(entry['a'], _MAX_NAME)}"
+            notes.append(f"{pair}: {', '.join(f'{count:,.0f} {word}' for word, count in counts)}")
+    return {"about": " at ".join(filter(None, names)), "metrics": metrics, "notes": notes[:_MOST_NOTES]}
+
+
+def _tasks(part: View, rows: list[View], comparisons: list[View]) -> View:
+    for row in rows:  # the harness has standard errors
+        value, error = _number(row.get("value")), _number(row.get("stderr"))
+        if value is not None and error is not None:
+            row |= {"low": value - _OF_ERROR * error, "high": value + _OF_ERROR * error}
+    metrics = _by_group("task", rows, comparisons)
+    for metric in metrics:
+        of_metric = [row for row in rows if (row.get("task"), row["metric"]) == (metric["group"], metric["name"])]
+        higher = of_metric[0].get("higher_is_better") if of_metric else None
+        metric["lower"] = not higher if isinstance(higher, bool) else None
+    return {"about": _text(part.get("version"), _MAX_NAME), "metrics": metrics}
+
+
+def _by_group(key: str, rows: list[View], comparisons: list[View]) -> list[View]:
+    """The metrics of each group of rows, which have its name under a key; each with its `group`."""
+    metrics = []
+    names = dict.fromkeys((row[key], row["metric"]) for row in rows if isinstance(row.get(key), str))
+    for group, name in names:
+        own, of_group = ([entry for entry in entries if entry.get(key) == group and entry["metric"] == name]
+                         for entries in (rows, comparisons))  # fmt: skip
+        compared = {_key(entry, "b"): entry for entry in of_group}
+        metrics.append({**_metric(_text(name, _MAX_NAME), own, compared), "group": _text(group, _MAX_NAME)})
+    return metrics
 
 
 def _key(entry: Mapping[str, Any], model: str) -> tuple[str, str | None, str]:
@@ -239,11 +321,13 @@ def _metric(name: str, rows: Iterable[View], compared: Mapping[Any, View]) -> Vi
 def _comparison(metric: str, comparison: View | None) -> View:
     entry = comparison or {}
     difference = _number(entry.get("difference"))
-    words = None if comparison is None else verdict(metric, difference, entry.get("significant") is True)
+    shows = None if comparison is None else verdict(metric, difference, entry.get("significant") is True)
+    if shows is not None and isinstance(own := entry.get("verdict"), str) and own in _VERDICTS:
+        shows = own
     return {
         "difference": difference, "difference_low": _number(entry.get("low")),
         "difference_high": _number(entry.get("high")), "p_value": _number(entry.get("p_value")),
-        "compared_rows": _number(entry.get("rows")), "verdict": words,
+        "compared_rows": _number(entry.get("rows")), "verdict": shows,
     }  # fmt: skip
 
 
@@ -290,7 +374,8 @@ def standings(view: View) -> list[View]:
     """How each model but the first compares with it on all rows.
 
     Returns:
-        `[{model, better, worse, same, unknown}]`: titles of metrics; `same` shows no difference, which is not equal.
+        `[{model, better, worse, forgot, same, unknown}]`: titles of metrics; `same` shows no difference, which is not
+        equal; `forgot` has names of samples.
     """
     kinds = {"better": "better", "worse": "worse", "no difference shown": "same"}
     models: dict[str, View] = {}
@@ -298,9 +383,14 @@ def standings(view: View) -> list[View]:
         for row in metric["rows"]:
             if row["source"] is not None or row["verdict"] is None:
                 continue
-            lists: View = {"better": [], "worse": [], "same": [], "unknown": []}
+            lists: View = {"better": [], "worse": [], "forgot": [], "same": [], "unknown": []}
             model = models.setdefault(row["model"], {"model": row["model"], **lists})
             model[kinds.get(row["verdict"], "unknown")].append(metric["title"])
+    for part in view["parts"]:
+        for metric in part["metrics"]:
+            for row in metric["rows"]:
+                if row["verdict"] == "forgot" and row["source"] is None and row["model"] in models:
+                    models[row["model"]]["forgot"].append(metric["group"])
     return list(models.values())
 
 

@@ -13,7 +13,7 @@ from playwright.sync_api import Page, expect
 
 from app.eval.folder import EvaluationFolder, evaluations
 from tests.browser.conftest import SHAPES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
-from tests.made_runs import add_checkpoint, add_evaluation, evaluation_document, made_run
+from tests.made_runs import add_checkpoint, add_evaluation, evaluation_document, made_run, parts_besides
 from trainers.run.folder import Process
 
 expect.set_options(timeout=1000 * TIMEOUT)
@@ -27,7 +27,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     runs = folder / "runs"
     add_checkpoint(made_run(runs, "a-run", config={"eval_dataset_name": "embedded"}), 60)
     models = ["base", "a-run"]
-    add_evaluation(runs, evaluation_document(), "eval-1", models=models, command=["tunesmith", "eval", "a-run"])
+    document = evaluation_document(**parts_besides())
+    add_evaluation(runs, document, "eval-1", models=models, command=["tunesmith", "eval", "a-run"])
     add_evaluation(runs, None, "eval-2", models=models).output.write_text("error: the rows are missing\n")
     add_evaluation(runs, None, "eval-3", models=models, processes=[Process.of("eval", pid=os.getpid()).as_json()])
     document = evaluation_document(notes=[HOSTILE], failed={HOSTILE: HOSTILE, "b": "c"})
@@ -62,10 +63,14 @@ def test_a_report_says_first_what_is_shown_and_in_words(new_page: Tabs, server: 
     entries.get_by_role("link", name="base and a-run").last.click()
     page.wait_for_url("**/evaluate?eval=eval-1")
     verdict = page.locator(".ts-verdicts")
-    expect(verdict).to_contain_text("a-run against base: better in Loss; no difference shown in Exact match.")
+    expect(verdict).to_contain_text(
+        "a-run against base: better in Loss; it forgot, as general text shows; no difference shown in Exact match."
+    )
     scores = page.get_by_role("region", name="Scores")
     expect(scores).to_contain_text("no difference shown")
     expect(scores.locator("svg.ts-whisker")).to_have_count(4)
+    expect(page.get_by_role("region", name="Forgetting")).to_contain_text("forgot")
+    expect(page.get_by_role("region", name="Tasks of lm-evaluation-harness")).to_contain_text("0.402")
     expect(page.get_by_role("region", name="Loss by source")).to_contain_text("mails")
     change = page.locator(".ts-change")
     assert change.locator("mark").all_inner_texts() == ["cat", "bird"]

@@ -8,10 +8,14 @@ functions beside it, which run.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
@@ -61,7 +65,7 @@ def evaluate(request: Mapping[str, Any], manager: Any) -> dict[str, Any]:
     """Results of the tasks, `{version, tasks: {name: {rows, higher, metrics, stderrs, values}}}`.
 
     `metrics` and `stderrs` are by the name of the metric, and of its filter where that is not `none`; `values` are
-    those of each example by its number, where the metric has one.
+    those of each example by its number, where the metric is their mean. What is not finite is null.
 
     Raises:
         ConfigError: if a task or its data cannot be read.
@@ -109,18 +113,24 @@ def _task(results: Mapping[str, Any], name: str) -> dict[str, Any]:
     }  # fmt: skip
     for key, value in results["results"][name].items():
         metric, _, filtered = key.partition(",")
-        if not filtered or isinstance(value, str):
+        if not filtered or not _is_number(value):
             continue
         label = metric.replace("_stderr", "") + ("" if filtered == "none" else f" ({filtered})")
-        task["stderrs" if metric.endswith("_stderr") else "metrics"][label] = float(value)
+        finite = float(value) if math.isfinite(value) else None
+        task["stderrs" if metric.endswith("_stderr") else "metrics"][label] = finite
+        if finite is None or metric.endswith("_stderr"):
+            continue
         samples = [entry for entry in results["samples"][name] if entry.get("filter", "none") == filtered]
-        if not metric.endswith("_stderr") and samples and all(_is_number(entry.get(metric)) for entry in samples):
-            task["values"][label] = {str(entry["doc_id"]): float(entry[metric]) for entry in samples}
+        if samples and all(_is_number(entry.get(metric)) for entry in samples):
+            values = {str(entry["doc_id"]): float(entry[metric]) for entry in samples}
+            # Of `perplexity`, for one, examples have the log-likelihood: what is not averaged is not compared.
+            if math.isclose(sum(values.values()) / len(values), finite, rel_tol=1e-6, abs_tol=1e-9):
+                task["values"][label] = values
     return task
 
 
 def _is_number(value: Any) -> bool:
-    return hasattr(value, "__float__")
+    return isinstance(value, Real | np.number | np.bool_)
 
 
 if __name__ == "__main__":

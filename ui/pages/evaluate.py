@@ -109,8 +109,9 @@ class _Page:
             self.tokens = self._text("answer_tokens", "Longest answer, in tokens", "0: losses alone, which is fast.",
                                      str(ANSWER_TOKENS))  # fmt: skip
             self.schema = self._text("metric_schema", "JSON Schema", "A file, for the metric of that name.", "none")
-        gr.HTML(note("Metrics in files of your own, and models that judge answers, run from the command line only: "
-                     "`tunesmith eval`."), padding=False, apply_default_css=False)  # fmt: skip
+        gr.HTML(note("Metrics in files of your own, forgetting, models that judge answers, and tasks of "
+                     "lm-evaluation-harness run from the command line only: `tunesmith eval`. Their results are shown "
+                     "here too."), padding=False, apply_default_css=False)  # fmt: skip
         gr.HTML("<h2>4. Where to run</h2>", padding=False, apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             able = [choice.name for choice in strategy_choices("lora", None) if choice.reason is None]
@@ -238,10 +239,10 @@ class _Page:
             return [gr.skip()] * 10
         head, entries, report, files, _ = (part if new else gr.skip()
                                                for part, new in zip(parts, changed, strict=True))  # fmt: skip
-        shown = [gr.skip()] * 4
+        updates = [gr.skip()] * 4
         if changed[4]:
-            shown = [gr.update(visible=word in parts[4].split(" ")) for word in ("stop", "panel", "form", "download")]
-        stop_button, panel, form, download = shown
+            updates = [gr.update(visible=word in parts[4].split(" ")) for word in ("stop", "panel", "form", "download")]
+        stop_button, panel, form, download = updates
         message = "" if changed[4] and digest else gr.skip()  # a message about an earlier state is obsolete
         return [head, stop_button, panel, message, form, entries, report, download, files, " ".join(digests)]
 

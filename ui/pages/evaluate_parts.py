@@ -39,9 +39,18 @@ LABELS = {
     "chrf": ("chrF", "series of characters in common, 0 to 100"),
     "json": ("Valid JSON", "share of answers that are"),
     "json_schema": ("Fits the JSON Schema", "share of answers that do"),
+    "judge_win": ("Rows won", "share of rows whose answer the judge prefers, ties as half"),
+    "judge_score": ("Judge's score", "of each answer, 1 to 10"),
 }
 """What a metric is called, and what it is."""
-_KINDS = {"better": "ts-better", "worse": "ts-worse"}
+_KINDS = {"better": "ts-better", "worse": "ts-worse", "forgot": "ts-worse"}
+_BESIDES = {
+    "forgetting": ("Forgetting", "The loss on other texts than the rows: a model whose loss is higher there than that "
+                   "of the first one has forgotten something. What is not in these texts cannot show."),
+    "judge": ("A judge", "Another model read the answers. Its verdict is an opinion."),
+    "tasks": ("Tasks of lm-evaluation-harness", "Intervals are 1.96 of the harness's standard errors to each side."),
+}  # fmt: skip
+"""Headings of what was measured besides the metrics, and what is to be known of it."""
 _PLOT = 100.0
 
 
@@ -136,6 +145,7 @@ def report_parts(entry: dict[str, Any], view: dict[str, Any]) -> Html:
             alert_list(view["failed"], "error") if len(view["failed"]) > 1 else "",
             _scores(view),
             _by_source(view),
+            *map(_besides, view["parts"]),
             _changed(view["changed"]),
             _notes(view),
         ]
@@ -153,11 +163,14 @@ def _verdicts(view: dict[str, Any]) -> Html:
 
 def _verdict(model: dict[str, Any], first: str) -> Html:
     better, worse, same, unknown = (list(map(label_of, model[key])) for key in ("better", "worse", "same", "unknown"))
+    forgot = model["forgot"]
     clauses = [f"better in {_listed(better)}"] if better else []
     clauses += [f"worse in {_listed(worse)}"] if worse else []
+    clauses += [f"it forgot, as {_listed(forgot)} shows"] if forgot else []
     clauses += [f"no difference shown in {_listed(same)}"] if same else []
     clauses += [f"not comparable in {_listed(unknown)}"] if unknown else []
-    kind: Kind = "warning" if better and worse else "good" if better else "error" if worse else "info"
+    lost = worse or forgot
+    kind: Kind = "warning" if better and lost else "good" if better else "error" if lost else "info"
     return alert_list([join([element("strong", model["model"]), f" against {first}: ", "; ".join(clauses), "."])], kind)
 
 
@@ -169,10 +182,8 @@ def _scores(view: dict[str, Any]) -> Html:
     """All metrics of all rows: a group of lines for each metric, a line for each model."""
     groups = []
     for metric in view["metrics"]:
-        better = "lower is better" if metric["lower"] else "higher is better"
-        about = LABELS.get(metric["name"], ("", ""))[1]
-        heading = join([element("strong", label_of(metric["title"])), _small(", ".join(filter(None, [about, better])))])
-        groups.append((heading, [row for row in metric["rows"] if row["source"] is None]))
+        groups.append((_heading(metric, label_of(metric["title"])),
+                       [row for row in metric["rows"] if row["source"] is None]))  # fmt: skip
     if not groups:
         return note("No model was evaluated, so there is nothing to compare.")
     first = view["models"][0]
@@ -182,6 +193,26 @@ def _scores(view: dict[str, Any]) -> Html:
         "not mean equal: with more rows, one may show."
     )
     return section("Scores", join([explained, _table(groups, first, "Scores", "Model", "model")]))
+
+
+def _heading(metric: dict[str, Any], name: str) -> Html:
+    """What is measured, and which is better."""
+    better = {True: "lower is better", False: "higher is better", None: ""}[metric["lower"]]
+    about = LABELS.get(metric["name"], ("", ""))[1]
+    return join([element("strong", name), _small(", ".join(filter(None, [about, better])))])
+
+
+def _besides(part: dict[str, Any]) -> Html:
+    """What was measured besides the metrics: forgetting, the judge's verdicts, or tasks."""
+    name, about = _BESIDES[part["name"]]
+    groups = []
+    for metric in part["metrics"]:
+        heading = ": ".join(filter(None, [metric.get("group", ""), label_of(metric["title"])]))
+        groups.append((_heading(metric, heading), [row for row in metric["rows"] if row["source"] is None]))
+    notes = element("ul", join(element("li", line) for line in part["notes"]), class_="ts-plain-list")
+    table = _table(groups, part["first"], name, "Model", "model") if groups else note("It has no result.")
+    lead = note(" ".join(filter(None, [f"{part['about']}." if part["about"] else "", about])))
+    return section(name, join([lead, table, notes if part["notes"] else ""]))
 
 
 def _by_source(view: dict[str, Any]) -> Html:
@@ -221,13 +252,13 @@ def _table(
     lines: list[Html] = []
     for heading, rows in groups:
         lines.append(element("tr", element("th", heading, colspan=len(headers), scope="rowgroup"), class_="ts-group"))
-        lines += _lines(rows, key)
+        lines += _lines(rows, first, key)
     unseen = element("caption", caption, class_="ts-unseen")
     table = element("table", join([unseen, element("thead", element("tr", head)), element("tbody", join(lines))]))
     return element("div", table, class_="ts-table ts-scores", tabindex=0, role="region", aria_label=caption)
 
 
-def _lines(rows: Sequence[dict[str, Any]], key: str) -> Iterable[Html]:
+def _lines(rows: Sequence[dict[str, Any]], first: str, key: str) -> Iterable[Html]:
     decimals = _decimals([row[name] for row in rows for name in ("value", "low", "high")])
     ends = [row[name] for row in rows for name in ("value", "low", "high") if row[name] is not None]
     low, high = (min(ends), max(ends)) if ends else (0.0, 0.0)
@@ -240,7 +271,7 @@ def _lines(rows: Sequence[dict[str, Any]], key: str) -> Iterable[Html]:
                 "td", _bounds(row["low"], row["high"], decimals) or "-", class_="ts-number", data_name="95% interval"
             ),
             element("td", _plot(row, low, high), class_="ts-interval"),
-            element("td", _difference(row, decimals)),
+            element("td", _difference(row, first, decimals)),
             element("td", number_text(row["rows"]), class_="ts-number", data_name="Rows"),
         ]
         yield element("tr", join(cells))
@@ -261,19 +292,20 @@ def _plot(row: dict[str, Any], low: float, high: float) -> Html:
     return Html(f'<svg class="ts-whisker" aria-hidden="true">{bar}{dot}</svg>')
 
 
-def _difference(row: dict[str, Any], decimals: int) -> Html:
+def _difference(row: dict[str, Any], first: str, decimals: int) -> Html:
     """The verdict in words, and the difference with its interval."""
-    words = row["verdict"]
-    if words is None:
-        return element("span", "what the others are compared with", class_="ts-beside")
+    shows = row["verdict"]
+    if shows is None:
+        is_first = row["model"] == first
+        return element("span", "what the others are compared with" if is_first else "not compared", class_="ts-beside")
     if row["difference"] is None:
-        return element("span", words)
+        return element("span", shows)
     sign = "+" if row["difference"] > 0 else ""
     bounds = _bounds(row["difference_low"], row["difference_high"], decimals)
     measured = f"{sign}{_fixed(row['difference'], decimals)}{f' ({bounds})' if bounds else ''}{_chance(row['p_value'])}"
     fewer = row["compared_rows"] is not None and row["compared_rows"] != row["rows"]
     common = f", {number_text(row['compared_rows'])} rows in common" if fewer else ""
-    return join([element("span", words, class_=_KINDS.get(words, "ts-same")), _small(f"{measured}{common}")])
+    return join([element("span", shows, class_=_KINDS.get(shows, "ts-same")), _small(f"{measured}{common}")])
 
 
 def _decimals(values: Sequence[float | None]) -> int:
@@ -304,7 +336,7 @@ def _changed(changes: Sequence[dict[str, Any]]) -> Html:
 
 def _change(change: dict[str, Any]) -> Html:
     heading = element("h3", join([change["row"] or "a row", _small(change["source"]) if change["source"] else ""]))
-    texts = [_said(name, "", element("div", change[key].strip(), class_="ts-said"))
+    texts = [_quoted(name, "", element("div", change[key].strip(), class_="ts-said"))
              for name, key in (("Prompt", "prompt"), ("Expected", "expected")) if change[key]]  # fmt: skip
     metric = label_of(change["metric"])
     answers = [_answer(change["a"], change["answer_a"], metric, change["before"], change["was_right"])]
@@ -329,16 +361,18 @@ def _answer(
         right: whether it is the expected text; None if that is unknown.
         lost: whether the model before had it right.
     """
-    words = {True: "right", False: "no longer right" if lost else "wrong", None: ""}[right]
-    fate = element("span", words, class_="ts-worse" if lost and right is False else "ts-better" if right else None)
-    score = join(filter(None, [fate if words else "", f"{metric} {number_text(value)}"]), ", ")
+    mark = {True: "right", False: "no longer right" if lost else "wrong", None: ""}[right]
+    fate = element("span", mark, class_="ts-worse" if lost and right is False else "ts-better" if right else None)
+    score = join(filter(None, [fate if mark else "", f"{metric} {number_text(value)}"]), ", ")
     if parts is None:
-        return _said(model, score, Html(""))
+        return _quoted(model, score, Html(""))
     marked = join(element("mark", part) if differs else part for part, differs in parts)
-    return _said(model, score, element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer"))
+    return _quoted(
+        model, score, element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer")
+    )
 
 
-def _said(name: str, fact: Any, content: Html) -> Html:
+def _quoted(name: str, fact: Any, content: Html) -> Html:
     """A text below who said it."""
     head = element("p", join([element("strong", name), " ", fact]), class_="ts-sayer")
     return element("div", join([head, content]))

@@ -225,9 +225,9 @@ def test_what_the_server_stored_of_an_upload_is_not_kept_beside_its_copy(app: Ap
         name = "config.yaml" if ".yaml" in button.file_types else "rows.jsonl"
         app.call(fn, [{"path": upload(app, name), "orig_name": name, "size": 3, **META}])
     left = set(app.uploads.rglob("*")) - before
-    assert len(taking) == 3
+    assert len(taking) == 4
     kept = [path for path in left if path.suffix]  # the button itself makes an empty file without one
-    assert [(path.parent, path.suffix) for path in kept] == [(app.uploads, ".jsonl")] * 2  # of two pages; no config
+    assert [(path.parent, path.suffix) for path in kept] == [(app.uploads, ".jsonl")] * 3  # of three pages; no config
     assert not [path for path in left if path.is_dir()], left
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from app.eval.background import FIELDS
 from app.eval.folder import EvaluationFolder
-from tests.made_runs import add_checkpoint, add_evaluation, evaluation_document, made_run
+from tests.made_runs import add_checkpoint, add_evaluation, evaluation_document, made_run, parts_besides
 from ui.context import ServerContext
 from ui.pages import evaluate
 from ui.pages.evaluate import evaluation_parts
@@ -97,7 +97,7 @@ def test_every_text_of_a_report_is_escaped(tmp_path: Path) -> None:
             else value
         )
 
-    document = spoilt(evaluation_document(failed={HOSTILE: HOSTILE}))
+    document = spoilt(evaluation_document(failed={HOSTILE: HOSTILE}, **parts_besides()))
     for row in document["rows"][2:]:
         row["source"] = HOSTILE
     folder = add_evaluation(tmp_path / "runs", document, models=[HOSTILE], command=[HOSTILE], started_at=HOSTILE)
@@ -125,8 +125,20 @@ def test_the_verdict_comes_first_and_says_when_no_difference_is_shown(tmp_path: 
     worse = html(comparisons=[{**comparisons[0], "difference": 1.0}, {**comparisons[1], "significant": True}])
     assert "better in Exact match; worse in Loss" in worse
     assert "ts-alert-warning" in worse
+    neither = html(comparisons=comparisons[1:])
+    assert (neither.count("not compared"), neither.count("what the others are compared with")) == (3, 4)
     assert "was evaluated alone" in html(rows=evaluation_document()["rows"][:1], comparisons=[])
     assert "nothing to compare" in html(rows=[], comparisons=[], failed={"a": "b"})
+
+
+def test_what_was_forgotten_is_in_the_first_sentence_and_has_a_table(tmp_path: Path) -> None:
+    html = evaluation_parts(add_evaluation(tmp_path / "runs", evaluation_document(**parts_besides())))[2]
+    assert "better in Loss; it forgot, as general text shows; no difference" in html
+    assert '<span class="ts-worse">forgot</span>' in html
+    assert "ts-alert-warning" in html, "better in one thing at the cost of another"
+    for heading in ("Forgetting", "general text: Loss", "A judge", "Rows won", "Tasks of lm-evaluation", "quiz: acc"):
+        assert heading in html
+    assert "Forgetting" not in evaluation_parts(add_evaluation(tmp_path / "runs", evaluation_document()))[2]
 
 
 def test_one_without_a_report_says_why_and_shows_its_output(tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from app.eval import command
 from app.eval import folder as module
 from app.eval.folder import EvaluationFolder, beginning_of, evaluation_of_id, evaluations, held
 from tests.made_runs import made_run
@@ -50,6 +52,28 @@ def test_a_folder_is_held_by_one_process_until_it_is_killed() -> None:
     assert not folder.is_running()
     with held(folder, ["b"], []):
         assert folder.note()["models"] == ["a"], "what was noted when it was started stays"
+
+
+def test_who_comes_second_leaves_the_folder_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both see no folder; the second one fails as the first has the lock by then."""
+    folder = EvaluationFolder(Path("new").absolute())
+    plan = SimpleNamespace(folder=folder.path, candidates=[], samples=(), tasks=None)
+    monkeypatch.setattr(command, "make_plan", lambda args: plan)
+    processes = []
+
+    def is_beaten(*args: Any) -> Any:
+        processes.append(holder(folder.path))
+        return held(*args)
+
+    monkeypatch.setattr(command, "held", is_beaten)
+    args = command.EVAL.read(["a"])
+    assert args is not None
+    with pytest.raises(ConfigError, match="holds an evaluation that is running"):
+        command._evaluate(args, ["a"], True)
+    assert folder.note()["models"] == ["a"]
+    for process in processes:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("name", ["report.json", "notes.txt", "1-base", ".git"])

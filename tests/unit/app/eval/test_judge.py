@@ -187,6 +187,20 @@ def test_failures_are_repeated_and_replies_without_a_verdict_are_counted(serve: 
     assert gone["comparisons"][0]["rows"] == 6
 
 
+def test_a_judge_that_is_gone_is_not_asked_about_the_next_model(serve: Any) -> None:
+    server = serve(lambda number, body: (403, {}, "out of credit"))
+    part = judge_models(judge(server), {"base": BASE, "tuned": BETTER, "other": BETTER[::-1]})
+    assert 0 < len(server.seen) <= CONCURRENT
+    assert [compared["b"] for compared in part["comparisons"]] == ["tuned", "other"]
+    assert part["usage"]["unasked"] == 72, "36 of each"
+
+
+def test_a_pause_that_is_no_number_is_none(serve: Any) -> None:
+    odd = {"Retry-After": "\u00b2"}
+    server = serve(lambda number, body: (429, odd, "") if number == 1 else fair(number, body))
+    assert judge_models(judge(server), {"base": BASE, "tuned": BETTER})["failed"] is None
+
+
 def test_a_limit_of_requests_and_of_cost_is_kept(serve: Any) -> None:
     server = serve(fair)
     part = judge_models(judge(server, judge_limit="10"), {"base": BASE, "tuned": BETTER})

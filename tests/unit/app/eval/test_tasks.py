@@ -32,10 +32,18 @@ def test_tasks_stand_side_by_side_and_are_compared_by_example(capsys: pytest.Cap
     tuned, copied = part["comparisons"]
     assert (tuned["b"], tuned["difference"], tuned["significant"], tuned["rows"]) == ("tuned", 0.5, True, 40)
     assert (copied["b"], copied["difference"], copied["significant"]) == ("copy", 0.0, False)
+    assert (tuned["verdict"], copied["verdict"]) == ("better", "no difference shown")
     print_comparison({"metrics": [], "rows": [], "comparisons": [], "changed": [], "notes": [], "tasks": part})
     printed = capsys.readouterr().out
     assert "tuned against base on quiz, acc: better (+0.5" in printed
     assert "copy against base on quiz, acc: no difference shown" in printed
+
+
+@pytest.mark.parametrize(("higher", "verdict"), [(True, "better"), (False, "worse"), (None, "differs")])
+def test_the_verdict_is_by_what_the_harness_says_is_better(higher: bool | None, verdict: str) -> None:
+    models = {name: results(right, 1.0) for name, right in (("base", 10), ("tuned", 30))}
+    models["base"]["tasks"]["quiz"]["higher"] = {} if higher is None else {"acc": higher}
+    assert compare_tasks(models)["comparisons"][0]["verdict"] == verdict
 
 
 def test_a_limit_without_tasks_and_a_missing_package_are_refused() -> None:

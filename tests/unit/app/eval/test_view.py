@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from app.eval.folder import EvaluationFolder
+from app.eval.folder import SAMPLES, EvaluationFolder, tasks_file
 from app.eval.view import MOST_LISTED, entry, listed, result, standings
 from app.runs.locks import lock_file
-from tests.made_runs import add_evaluation, evaluation_document, made_run
+from tests.made_runs import add_evaluation, evaluation_document, made_run, parts_besides
 from trainers.run.folder import Process, write_json
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -53,8 +53,25 @@ def test_a_report_is_told_by_metric_with_its_verdicts() -> None:
         ("mails", 2.5), ("notes", 1.5), ("mails", 1.25), ("notes", 0.75),
     ]  # fmt: skip
     (standing,) = standings(view)
-    assert standing == {"model": "a-run", "better": ["loss"], "worse": [], "same": ["exact_match"], "unknown": []}
-    assert view["notes"] == ["base: 3 of 400 answers were cut"]
+    assert standing == {"model": "a-run", "better": ["loss"], "worse": [], "forgot": [], "same": ["exact_match"],
+                        "unknown": []}  # fmt: skip
+    assert (view["parts"], view["notes"]) == ([], ["base: 3 of 400 answers were cut"])
+
+
+@pytest.mark.parametrize("difference", [1.0, -1.0])
+def test_what_a_command_line_measured_besides_is_told(difference: float) -> None:
+    view = result(add_evaluation(RUNS, evaluation_document(**parts_besides(difference))))
+    forgetting, judge, tasks = view["parts"]
+    (loss,), (wins,), (quiz,) = (part["metrics"] for part in (forgetting, judge, tasks))
+    assert [part["first"] for part in view["parts"]] == ["base"] * 3
+    assert (forgetting["notes"], loss["group"]) == (["general text: one row was cut"], "general text")
+    verdicts = [[row["verdict"] for row in metric["rows"]] for metric in (loss, wins, quiz)]
+    gained, lost = ("better", "forgot") if difference > 0 else ("worse", "better")
+    assert verdicts == [[None, lost], [gained], [None, gained]]
+    assert judge["about"] == "judge-1 at http://127.0.0.1:9/v1"
+    assert judge["notes"][0] == "a-run against base: 30 won, 5 lost, 4 tied, 1 identical"
+    assert (quiz["lower"], quiz["rows"][0]["low"], quiz["rows"][0]["high"]) == (False, 0.402, 0.598)
+    assert standings(view)[0]["forgot"] == (["general text"] if difference > 0 else [])
 
 
 @pytest.mark.parametrize(
@@ -112,6 +129,11 @@ def test_a_report_and_a_note_may_hold_anything(value: Any) -> None:
     documents += [{**good, key: [dict.fromkeys(part, value), {**part, name: value}]}
                   for key, part in (("rows", row), ("comparisons", comparison), ("changed", change))
                   for name in part]  # fmt: skip
+    besides = parts_besides()
+    documents += [dict.fromkeys(besides, value)]
+    for name, part in besides.items():
+        spoilt = {key: [{**part[key][0], field: value} for field in part[key][0]] for key in ("rows", "comparisons")}
+        documents += [{**good, name: {**part, key: entries}} for key, entries in spoilt.items()]
     documents += [{**good, "failed": {"a": value}, "notes": [value]}, {**good, "rows": {"model": value}}]
     for number, document in enumerate(documents):
         folder = add_evaluation(RUNS, None, f"eval-{number}")
@@ -212,6 +234,23 @@ def test_progress_is_told_by_model_and_row() -> None:
         assert told() == ("model 2 of 2, a-run: preparing", 0.5)
         made_run(folder.path, "2-a-run", "failed")
         assert told() == ("comparing the models", 1.0)
+
+
+def test_progress_tells_of_tasks_and_samples_too() -> None:
+    command = ["tunesmith", "eval", "a", "--forgetting", "--tasks", "quiz"]
+    folder = add_evaluation(RUNS, None, models=["base", "a-run"], command=command)
+    with lock_file(folder.lock, ""):
+        run = made_run(folder.path, "1-base", "done")
+        assert entry(folder)["doing"] == "model 1 of 2, base: tasks of lm-evaluation-harness"
+        tasks_file(run).write_text("{}")
+        assert entry(folder)["doing"] == "model 2 of 2, a-run: preparing"
+        made_run(folder.path / SAMPLES, "1-base-general-text", "running", processes=[alive()])
+        state = entry(folder)
+        assert (state["doing"], state["progress"]) == ("model 1 of 2, base: forgetting, loading the model", 0.5)
+        assert [each.id for each in folder.runs()] == ["1-base"]
+        second = made_run(folder.path, "2-a-run", "done")
+        assert folder.runs_of_samples(second) == []
+        assert entry(folder)["doing"] == "model 2 of 2, a-run: tasks of lm-evaluation-harness"
 
 
 def alive() -> dict[str, Any]:
