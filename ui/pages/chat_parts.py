@@ -147,7 +147,8 @@ def _turn(side: str, messages: Messages, index: int, thinks: bool, streaming: bo
     content += [_call(call, streaming and is_last) for call in calls]
     if not content and not (streaming and is_last):
         content.append(element("p", "An empty answer.", class_="ts-note"))
-    content.append(element("pre", message.get("raw") or message["content"], class_="ts-raw", tabindex=0))
+    raw = "\n" + (message.get("raw") or message["content"])  # HTML drops a newline right after <pre>
+    content.append(element("pre", raw, class_="ts-raw", tabindex=0))
     known = [call for call in calls if "function" in call]
     if is_last and known and not streaming:
         content.append(_results(known, index))

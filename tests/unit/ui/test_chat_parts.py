@@ -143,3 +143,10 @@ def test_saved_rows_have_what_is_trained_and_no_more() -> None:
     assert saved["messages"][2] == {"role": "assistant", "content": "1", "reasoning_content": "hm"}
     assert saved["messages"][4]["tool_calls"] == [CALL]
     assert saved["tools"][0]["function"]["name"] == "f"
+
+
+def test_the_newline_that_an_answer_starts_with_is_kept() -> None:
+    """HTML drops one right after `<pre>`: there have to be two."""
+    for text in ("\nYes", "Yes"):
+        html = conversation("first", "m", [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}])
+        assert f'tabindex="0">\n{text}</pre>' in html
