@@ -125,7 +125,7 @@ def _in_argument_tags(text: str, tools: Mapping[str, Any]) -> Iterator[Call]:
 
 
 def _tags(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
-    """Keys and values. What follows the last closing tag is left out: each opening one there would be read to the end."""
+    """Keys and values. What follows the last closing tag is left out: each opening one would be read to the end."""
     closing = pattern.pattern.rpartition("</")[2]
     return pattern.findall(text[: text.rfind(f"</{closing}") + len(closing) + 2])
 

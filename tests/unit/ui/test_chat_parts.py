@@ -150,3 +150,11 @@ def test_the_newline_that_an_answer_starts_with_is_kept() -> None:
     for text in ("\nYes", "Yes"):
         html = conversation("first", "m", [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}])
         assert f'tabindex="0">\n{text}</pre>' in html
+
+
+def test_an_answer_with_a_call_that_cannot_be_read_is_saved_as_it_was_written() -> None:
+    broken = {"role": "assistant", "content": "", "tool_calls": [{"invalid": "{"}], "raw": "<tool_call>{</tool_call>"}
+    mixed = {**broken, "tool_calls": [{"invalid": "{"}, CALL]}
+    saved = json.loads(saved_rows([[TALK[0], broken, TALK[2], mixed]], "", []))["messages"]
+    assert saved[1] == {"role": "assistant", "content": "<tool_call>{</tool_call>"}
+    assert saved[3] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
