@@ -258,6 +258,9 @@ def test_markdown_thoughts_and_calls_are_drawn(tabs: Tabs, chatting: Served, siz
     page.locator("#chat-raw input").uncheck()
     ask_parrot(page, "a call")
     expect(first.locator(".ts-call code").first).to_have_text("get_weather")
+    assert first.locator(".ts-message").evaluate_all(
+        "all => all.every((each) => each.scrollHeight <= each.clientHeight)"
+    )
     screenshot(page, f"chat-call-{size}-{scheme}")
     axe(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
@@ -315,6 +318,7 @@ def test_another_answer_has_another_seed_and_the_seed_gives_it_again(tabs: Tabs)
     expect(page.locator("#chat-first .ts-turn:last-child .ts-note")).to_contain_text("seed 43")
     set_number(page, "seed", "42")
     page.get_by_role("button", name="Undo", exact=True).click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("hello")
     page.get_by_role("button", name="Send", exact=True).click()
     wait_for_answers(page, 1, ["first"])
     assert answers(page, "first") == first != second
@@ -324,6 +328,8 @@ def test_another_answer_has_another_seed_and_the_seed_gives_it_again(tabs: Tabs)
 def test_two_models_stream_at_once_and_a_thought_that_goes_on_is_said(tabs: Tabs, chatting: Served) -> None:
     make_parrot(chatting.folder / "other", {"*": ANSWERS["long"].replace("thought", "idea")})
     page = parrot(tabs, chatting)
+    page.get_by_text("Instructions and randomness").click()
+    set_number(page, "max_new_tokens", "900")
     page.get_by_label("Compare with").fill(f"{chatting.folder}/other")
     page.get_by_label("Compare with").press("Tab")
     send(page, "very long")

@@ -66,6 +66,7 @@ def test_each_pane_has_its_model_and_what_is_not_compared_is_freed(pair: ChatPai
     assert not psutil.pid_exists(freed) or psutil.Process(freed).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.long
 def test_both_stream_at_once_and_stop_together(pair: ChatPair, parrots: Path) -> None:
     sources = opened(pair, parrots / "red", parrots / "green")
     finishes, began = {}, set()
@@ -82,6 +83,7 @@ def test_both_stream_at_once_and_stop_together(pair: ChatPair, parrots: Path) ->
     assert answers(pair, sources) == {"first": "I am red.", "second": "I am green."}
 
 
+@pytest.mark.long
 def test_the_death_of_a_process_leaves_the_other_answer(pair: ChatPair, parrots: Path) -> None:
     sources = opened(pair, parrots / "red", parrots / "green")
     psutil.Process(pair.states()[1]["pid"]).kill()
@@ -91,6 +93,7 @@ def test_the_death_of_a_process_leaves_the_other_answer(pair: ChatPair, parrots:
     assert [(pane, entry["answer"]) for pane, entry in documents if "answer" in entry] == [("first", "I am red.")]
 
 
+@pytest.mark.long
 def test_two_models_share_the_only_gpu_and_either_can_be_replaced(
     pair: ChatPair, parrots: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
