@@ -153,22 +153,6 @@ def _dropdown(block: Any, value: Any, uploaded: set[str]) -> bool:
     return (_choices if block.multiselect else _choice)(block, value, uploaded)
 
 
-def _conversation(_: Any, value: Any, __: set[str]) -> bool:
-    """Text messages only; Gradio also accepts files and components, which the pages never send."""
-    return value is None or (isinstance(value, list) and all(map(_is_message, value)))
-
-
-def _is_message(entry: Any) -> bool:
-    if not isinstance(entry, dict) or not is_text(entry.get("role")) or not is_plain_json(entry):
-        return False
-    content = entry.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    return all(
-        isinstance(part, dict) and part.get("type") == "text" and part.keys() <= {"type", "text"}
-        and is_text(part.get("text")) for part in parts
-    )  # fmt: skip
-
-
 def _upload(_: Any, value: Any, uploaded: set[str]) -> bool:
     """A file stored by the upload route: no other path, no link, no stream."""
     if value is None:
@@ -211,7 +195,6 @@ _KINDS: dict[type, tuple[Check, str]] = {
     gr.Radio: (_choice, "one of the choices"),
     gr.Dropdown: (_dropdown, "a choice of the list"),
     gr.CheckboxGroup: (_choices, "a list of choices"),
-    gr.Chatbot: (_conversation, "a conversation of plain text"),
     gr.UploadButton: (_upload, "a file that was uploaded here"),
     Api: (_parameter, "JSON of the type that the endpoint expects"),
 }

@@ -220,9 +220,10 @@ class Chats:
 
     def _load(self, target: Target, beside: Chats | None) -> Iterator[str]:
         yield self._set_stage("starting a process")
-        gpu, lock, descriptors = self._take_gpu(target, beside)
+        gpu, lock = _take_gpu_or_share(target, beside)
         worker = None
         try:
+            descriptors = lock.descriptors if lock else ()
             visible = {"CUDA_VISIBLE_DEVICES": gpu.uuid if gpu else ""}
             worker = Worker("trainers.tools.chat", env=visible, pass_fds=descriptors)
             with self._state_lock:
@@ -247,17 +248,6 @@ class Chats:
                 if lock is not None:
                     lock.close()
         self._restart_idle_timer()
-
-    def _take_gpu(self, target: Target, beside: Chats | None) -> tuple[Gpu | None, HeldSlots | None, Sequence[int]]:
-        """A GPU, its lock if it was free, and the descriptors that hold it as long as the process has them."""
-        try:
-            gpu, lock = take_gpu(target.device, f"chat with {target.name}")
-        except ConfigError:
-            held, shared = (beside._gpu, beside._gpu_lock) if beside else (None, None)
-            if held is None or shared is None or target.device not in ("auto", str(held.index)):
-                raise
-            return held, None, shared.descriptors
-        return gpu, lock, lock.descriptors if lock else ()
 
     def _set_stage(self, stage: str) -> str:
         self._stage = stage
@@ -386,6 +376,17 @@ def check_device(device: str, revision: Any) -> None:
         raise ConfigError(f"device={shortened(device)!r} is unknown; use auto, cpu or the index of a GPU")
     if revision and not (isinstance(revision, str) and _REVISION.fullmatch(revision)):
         raise ConfigError(f"revision={shortened(str(revision))!r} is not a branch, tag or commit; omit it")
+
+
+def _take_gpu_or_share(target: Target, beside: Chats | None) -> tuple[Gpu | None, HeldSlots | None]:
+    """See `take_gpu`; if none is free, the GPU of `beside`."""
+    try:
+        return take_gpu(target.device, f"chat with {target.name}")
+    except ConfigError:
+        gpu, lock = (beside._gpu, beside._gpu_lock) if beside else (None, None)
+        if gpu is None or lock is None or not lock.slots or target.device not in ("auto", str(gpu.index)):
+            raise
+        return gpu, lock.share()
 
 
 def take_gpu(device: str, purpose: str) -> tuple[Gpu | None, HeldSlots | None]:

@@ -43,9 +43,13 @@ class ChatPair:
         """
         if not isinstance(other, Target) and self.second.state()["loaded"]:
             self.second.free()
-        yield from self.first.open(target)
+        yield from self.open_first(target)
         if isinstance(other, Target):
             yield from (f"second model: {stage}" for stage in self.second.open(other, beside=self.first))
+
+    def open_first(self, target: Target) -> Iterator[str]:
+        """Loads what answers in the first pane, beside what the second has. See `open`."""
+        yield from self.first.open(target, beside=self.second)
 
     def sources(self, other: Target | Literal["base"] | None = None) -> dict[str, tuple[Chats, str]]:
         """The process and the side that answer in each pane; only panes that have one. See `open`."""

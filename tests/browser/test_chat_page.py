@@ -20,6 +20,7 @@ from tests.browser.conftest import SIZES, TIMEOUT, Served, Tabs, axe, screenshot
 from tests.launching import launch_well
 from tests.parrot import make_parrot
 
+expect.set_options(timeout=1000 * TIMEOUT)
 RUN, STEP = "five-steps", "step-00000005"
 ASKED = "title: Sea; year: 1999. Write it as XML."
 HOSTILE = "<img src=x onerror=alert(1)>\n   **bold** [link](http://example.invalid/) ![i](http://example.invalid/i.png)"
@@ -66,7 +67,7 @@ def chosen(page: Page, run: str) -> Page:
 
 def set_number(page: Page, label: str, value: str) -> None:
     """Fills a field of a panel that has just been opened: Gradio may still put its first value into it."""
-    field = page.get_by_label(label)
+    field = page.get_by_label(label, exact=True)
 
     def filled() -> bool:
         field.fill(value)
@@ -141,7 +142,7 @@ def test_the_process_is_freed_on_demand(tabs: Tabs) -> None:
     page.get_by_role("button", name="Load").click()
     status = page.locator("#chat-status")
     told = re.compile(r"process (\d+)")
-    expect(status).to_contain_text(told, timeout=1000 * TIMEOUT)
+    expect(status).to_contain_text(told)
     found = told.search(status.inner_text())
     assert found
     process = psutil.Process(int(found[1]))
@@ -248,15 +249,18 @@ def test_markdown_thoughts_and_calls_are_drawn(tabs: Tabs, chatting: Served, siz
     axe(page)
     ask_parrot(page, "now think")
     expect(first.locator("summary")).to_have_text("Thought (3 words)")
-    expect(first.get_by_text("The sky first.")).to_be_hidden()
+    expect(first.get_by_text("The sky first.", exact=True)).to_be_hidden()
     first.locator("summary").click()
-    expect(first.locator("details").get_by_text("The sky first.")).to_be_visible()
+    expect(first.locator("details").get_by_text("The sky first.", exact=True)).to_be_visible()
     page.locator("#chat-raw input").check()
     expect(first.locator(".ts-raw").nth(1)).to_have_text(ANSWERS["think"])
     expect(first.locator("summary")).to_be_hidden()
     page.locator("#chat-raw input").uncheck()
     ask_parrot(page, "a call")
     expect(first.locator(".ts-call code").first).to_have_text("get_weather")
+    assert first.locator(".ts-message").evaluate_all(
+        "all => all.every((each) => each.scrollHeight <= each.clientHeight)"
+    )
     screenshot(page, f"chat-call-{size}-{scheme}")
     axe(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
@@ -310,10 +314,11 @@ def test_another_answer_has_another_seed_and_the_seed_gives_it_again(tabs: Tabs)
     wait_for(lambda: answers(page, "first") not in (first, []), "another answer")
     wait_for_answers(page, 1, ["first"])
     second = answers(page, "first")
-    expect(page.get_by_label("seed")).to_have_value("43")
+    expect(page.get_by_label("seed", exact=True)).to_have_value("43")
     expect(page.locator("#chat-first .ts-turn:last-child .ts-note")).to_contain_text("seed 43")
     set_number(page, "seed", "42")
     page.get_by_role("button", name="Undo", exact=True).click()
+    expect(page.get_by_label("Message", exact=True)).to_have_value("hello")
     page.get_by_role("button", name="Send", exact=True).click()
     wait_for_answers(page, 1, ["first"])
     assert answers(page, "first") == first != second
@@ -323,6 +328,8 @@ def test_another_answer_has_another_seed_and_the_seed_gives_it_again(tabs: Tabs)
 def test_two_models_stream_at_once_and_a_thought_that_goes_on_is_said(tabs: Tabs, chatting: Served) -> None:
     make_parrot(chatting.folder / "other", {"*": ANSWERS["long"].replace("thought", "idea")})
     page = parrot(tabs, chatting)
+    page.get_by_text("Instructions and randomness").click()
+    set_number(page, "max_new_tokens", "900")
     page.get_by_label("Compare with").fill(f"{chatting.folder}/other")
     page.get_by_label("Compare with").press("Tab")
     send(page, "very long")

@@ -67,6 +67,11 @@ class HeldSlots:
         """File descriptors for `pass_fds` of a child that must keep the slots if this process is killed."""
         return [file.fileno() for file in self.files.values()]
 
+    def share(self) -> HeldSlots:
+        """The same slots once more; they are held until both are closed."""
+        copies = {slot: os.dup(file.fileno()) for slot, file in self.files.items()}
+        return HeldSlots({slot: open(copy, "r+", encoding="utf-8") for slot, copy in copies.items()})
+
     def close(self) -> None:
         """Releases the slots; idempotent."""
         for file in self.files.values():

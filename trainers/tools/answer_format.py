@@ -171,6 +171,8 @@ def _loaded(response_template: Any) -> ResponseTemplate | None:
         template = load_response_template(response_template)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
+    for each in template.fields.values():
+        each.optional = True  # an answer that lacks a part of it is still one to show
     return template if _KINDS.keys() & template.fields.keys() else None
 
 
@@ -180,7 +182,7 @@ class _LenientParser(ResponseParser):
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         try:
             super()._close_current(events)
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             events.append({"type": "region_close", "field": self._current, "value": None})
             self._reset_to_implicit()
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import set_seed
@@ -23,6 +23,7 @@ from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
+from trainers.data.render_budget import TooLong, cpu_time_limit
 from trainers.model.load import compute_dtype, load_base, model_path
 from trainers.model.lora import add_adapters
 from trainers.run.folder import RunFolder
@@ -37,6 +38,9 @@ from trainers.tools.rpc_server import serve
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _BAD = (ValueError, KeyError, OSError, RuntimeError, SafetensorError)
+_PARSE_SECONDS = 10.0
+"""CPU time of the process, generation included, in which a token's text has to be read; it takes less than 1 ms."""
+_Parsed = TypeVar("_Parsed")
 
 # -- loading ---------------------------------------------------------------------------------------------------------
 
@@ -323,7 +327,7 @@ class Chat:
                     yield {"text": "", "parts": parser.initial}
                 for text in iter(generation.texts.get, None):
                     if text:
-                        yield {"text": text, "parts": parser.feed(text)}
+                        yield {"text": text, "parts": _in_time(parser.feed, text)}
             finally:
                 generation.stop.requested.set()
                 generation.join()
@@ -332,9 +336,9 @@ class Chat:
             raise ConfigError(f"{len(prompt):,} tokens and an answer do not fit in GPU memory; clear the chat")
         if generation.error is not None:
             raise generation.error
-        yield {"text": "", "parts": parser.finish()}
+        yield {"text": "", "parts": _in_time(parser.finish)}
         summary = _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
-        message, calls = parser.message(), sum(len(each.get("tool_calls", ())) for each in request["messages"])
+        message, calls = _in_time(parser.message), sum(len(each.get("tool_calls", ())) for each in request["messages"])
         for number, call in enumerate(message.get("tool_calls", ())):
             if "function" in call:
                 call["id"] = f"call{calls + number:05}"  # Mistral's template takes nine letters and digits
@@ -353,6 +357,21 @@ class Chat:
         variables = {"tools": tools} if tools else {}
         text = models.text([models.for_template(message) for message in messages], False, variables)
         return models.tokens(text, plain=False), models.format.parser(text, tools)
+
+
+def _in_time(parse: Callable[..., _Parsed], *text: str) -> _Parsed:
+    """What a parser returns. A tokenizer's own `response_template` may have patterns that take forever on some text.
+
+    Raises:
+        ConfigError: if it takes too long.
+    """
+    try:
+        with cpu_time_limit(_PARSE_SECONDS):
+            return parse(*text)
+    except TooLong:
+        raise ConfigError(
+            "the response_template of this model's tokenizer takes too long to read the answer; complete plain text"
+        ) from None
 
 
 def _summary(models: Models, tokens: list[int], prompt_tokens: int, seconds: float) -> dict[str, Any]:

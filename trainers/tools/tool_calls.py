@@ -15,14 +15,15 @@ from trainers.config.json_schema import parsed_json
 Call = dict[str, Any]
 """`{"type": "function", "function": {"name": str, "arguments": dict}}`"""
 
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+# No text may take long: white space is not given back (`*+`), and the tags of tags are looked for where they end.
+_FUNCTION = re.compile(r"<function=([^>\n]{1,128})>(.*?)(?:</function>|\Z)", re.DOTALL)
+_PARAMETER = re.compile(r"<parameter=([^>\n]{1,128})>\n?(.*?)\n?</parameter>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>([^<]*+)</arg_key>\s*+<arg_value>(.*?)</arg_value>", re.DOTALL)
 _NAME = re.compile(
-    r"(?:to=functions\.|call:|functions\.)?([\w.-]{1,128})"
-    r"(?:\[CALL_ID\][^\[]{0,100})?(?:\[ARGS\])?\s*(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?(?:<\|message\|>)?\s*(?=\{)"
+    r"(?:to=functions\.|call:|functions\.)?([\w.-]{1,128})(?:\[CALL_ID\][^\[]{0,100})?(?:\[ARGS\])?\s*+"
+    r"(?:<\|channel\|>commentary)?\s*+(?:<\|constrain\|>)?(?:json)?(?:<\|message\|>)?\s*+(?=\{)"
 )
-_FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+_FENCE = "```"
 _MOST_CHARACTERS = 100_000
 
 
@@ -96,8 +97,10 @@ def _after_name(text: str, tools: Mapping[str, Any]) -> Iterator[Call]:
         name, arguments = match[1], text[match.end() :]
     else:
         return
-    fenced = _FENCE.fullmatch(arguments.strip())
-    yield _call(name, _lenient_json(fenced[1] if fenced else arguments))
+    arguments = arguments.strip()
+    if arguments.startswith(_FENCE) and arguments.endswith(_FENCE):
+        arguments = arguments.strip("`").removeprefix("json")
+    yield _call(name, _lenient_json(arguments))
 
 
 def _lenient_json(text: str) -> Any:
@@ -111,14 +114,20 @@ def _lenient_json(text: str) -> Any:
 def _in_function_tags(text: str, tools: Mapping[str, Any]) -> Iterator[Call]:
     for name, inner in _FUNCTION.findall(text):
         schema = tools.get(name.strip())
-        yield _call(name, {key.strip(): _typed(value, schema, key.strip()) for key, value in _PARAMETER.findall(inner)})
+        yield _call(name, {key.strip(): _typed(value, schema, key.strip()) for key, value in _tags(_PARAMETER, inner)})
 
 
 def _in_argument_tags(text: str, tools: Mapping[str, Any]) -> Iterator[Call]:
     name = text.partition("<arg_key>")[0].strip()
     if "<arg_key>" in text and name:
         schema = tools.get(name)
-        yield _call(name, {key.strip(): _typed(value, schema, key.strip()) for key, value in _ARGUMENT.findall(text)})
+        yield _call(name, {key.strip(): _typed(value, schema, key.strip()) for key, value in _tags(_ARGUMENT, text)})
+
+
+def _tags(pattern: re.Pattern[str], text: str) -> list[tuple[str, str]]:
+    """Keys and values. What follows the last closing tag is left out: each opening one would be read to the end."""
+    closing = pattern.pattern.rpartition("</")[2]
+    return pattern.findall(text[: text.rfind(f"</{closing}") + len(closing) + 2])
 
 
 def _as_python(text: str, tools: Mapping[str, Any]) -> Iterator[Call]:

@@ -240,32 +240,42 @@ class Page:
             for _ in turn.answers():
                 yield message, *turn.views(), gr.skip(), gr.skip(), _status(self.pair), alerts, gr.skip()
         except (ConfigError, WorkerDied) as error:
-            alerts, turn.failed = alert_list(_lines(error)), True
+            alerts = alert_list(_lines(error))
             message = turn.message_box if turn.has_answers else gr.skip()
         seed = turn.seed if turn.seed != asked_seed else gr.skip()
+        turn.is_over = True
         yield message, *turn.views(), *turn.data(), _status(self.pair), alerts, seed
 
     def clear(self, first: Any, second: Any, sure: Any) -> tuple[Any, ...]:
         """Empties both conversations."""
         if sure is not True:
             return (gr.skip(),) * 8
-        views = [conversation(pane, EMPTY_HEADING[pane], [], empty=_EMPTY[pane]) for pane in PANES]
+        has_messages = {pane: data not in (None, "", "[]") for pane, data in zip(PANES, (first, second), strict=True)}
+        views = [
+            conversation(pane, EMPTY_HEADING[pane], [], empty=_EMPTY[pane]) if has_messages[pane] else gr.skip()
+            for pane in PANES
+        ]
         return gr.skip(), *views, "", "", gr.skip(), Html(""), gr.skip()
 
     def undo(self, *values: Any) -> tuple[Any, ...]:
         """Takes back the last message of both conversations, and puts it into the field."""
         *target, first, second = values
         try:
-            pairs = {pane: undone(read_messages(data)) for pane, data in zip(PANES, (first, second), strict=True)}
+            before = {pane: read_messages(data) for pane, data in zip(PANES, (first, second), strict=True)}
         except ConfigError as error:
             return *(gr.skip(),) * 6, alert_list(_lines(error)), gr.skip()
-        text = next((text for _, text in pairs.values() if text), "")
-        views = [
-            conversation(pane, heading(pane, target[0], target[1], target[3], target[4]), messages, empty=_EMPTY[pane])
-            for pane, (messages, _) in pairs.items()
-        ]
-        return text or gr.skip(), *views, *(write_messages(each) for each, _ in pairs.values()), gr.skip(), Html(""), \
-            gr.skip()  # fmt: skip
+        text, views, data = "", [], []
+        for pane, messages in before.items():
+            if not messages:  # nothing to take back; the pane may not even have a model
+                views.append(gr.skip())
+                data.append(gr.skip())
+                continue
+            left, message = undone(messages)
+            text = text or message
+            title = heading(pane, target[0], target[1], target[3], target[4])
+            views.append(conversation(pane, title, left, empty=_EMPTY[pane]))
+            data.append(write_messages(left))
+        return text or gr.skip(), *views, *data, gr.skip(), Html(""), gr.skip()
 
     def save(self, first: Any, second: Any, system: Any, tools: Any) -> tuple[Any, Any]:
         """The conversations as rows that can be trained on; the browser saves them."""
@@ -298,7 +308,7 @@ class Page:
         texts: dict[str, Any] = {"base": None, "tuned": None}
         chats = self.pair.first
         try:
-            for _ in chats.open(chats.target(run, checkpoint, device)):
+            for _ in self.pair.open_first(chats.target(run, checkpoint, device)):
                 pass
             for document in chats.ask(messages, side, sampling, system):
                 if "answer" in document:

@@ -147,7 +147,8 @@ def _turn(side: str, messages: Messages, index: int, thinks: bool, streaming: bo
     content += [_call(call, streaming and is_last) for call in calls]
     if not content and not (streaming and is_last):
         content.append(element("p", "An empty answer.", class_="ts-note"))
-    content.append(element("pre", message.get("raw") or message["content"], class_="ts-raw", tabindex=0))
+    raw = "\n" + (message.get("raw") or message["content"])  # HTML drops a newline right after <pre>
+    content.append(element("pre", raw, class_="ts-raw", tabindex=0))
     known = [call for call in calls if "function" in call]
     if is_last and known and not streaming:
         content.append(_results(known, index))
@@ -160,7 +161,7 @@ def _turn(side: str, messages: Messages, index: int, thinks: bool, streaming: bo
 
 
 def _entry(author: str, kind: str, content: Sequence[Html], tools: Sequence[Html]) -> Html:
-    parts = [element("div", author, class_="ts-author"), element("div", join(content), class_="ts-said")]
+    parts = [element("div", author, class_="ts-author"), element("div", join(content), class_="ts-message")]
     if tools:
         parts.append(element("div", join(tools), class_="ts-tools"))
     return element("div", join(parts), class_=f"ts-turn {kind}")
@@ -269,15 +270,22 @@ def undone(messages: Messages) -> tuple[Messages, str]:
 
 
 def saved_rows(conversations: Sequence[Messages], system: str, tools: Sequence[Any]) -> str:
-    """Conversations as rows of a JSONL file that can be trained on."""
+    """Conversations as rows of a JSONL file that can be trained on.
+
+    An answer whose only calls cannot be read is its text as it was generated, as in the prompt of the next answer.
+    """
     rows = []
     for messages in conversations:
         first = [{"role": "system", "content": system}] if system else []
-        kept = [{key: value for key, value in message.items() if key not in ("raw", "note")} for message in messages]
-        for message in kept:
-            calls = [call for call in message.get("tool_calls", ()) if "function" in call]
-            if message.pop("tool_calls", None) and calls:
-                message["tool_calls"] = calls
-        if kept:
-            rows.append({"messages": [*first, *kept], **({"tools": list(tools)} if tools else {})})
+        if messages:
+            rows.append({"messages": [*first, *map(_saved, messages)], **({"tools": list(tools)} if tools else {})})
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _saved(message: Mapping[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls", ())
+    known = [call for call in calls if "function" in call]
+    if calls and not known:
+        return {"role": "assistant", "content": message.get("raw") or message["content"]}
+    saved = {key: value for key, value in message.items() if key not in ("raw", "note", "tool_calls")}
+    return {**saved, "tool_calls": known} if known else saved

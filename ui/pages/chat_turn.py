@@ -50,7 +50,7 @@ class Turn:
         self.side, self.plain, self.system, self.tools = values[8:12]
         self.sampling = dict(zip(SAMPLING, values[12:], strict=True))
         self.message_box: Any = gr.skip()
-        self.failed = False
+        self.is_over = False
         self._messages: dict[str, Messages] = {}
         self._replies: dict[str, Reply] = {}
         self._sources: Mapping[str, Any] = {}
@@ -140,7 +140,7 @@ class Turn:
             else:
                 title = heading(pane, name, weights, other, other_weights)
                 reply = self._replies.get(pane)
-                is_lost = self.failed and reply is None  # nothing was answered: what was sent is in the field again
+                is_lost = self.is_over and reply is None  # nothing was answered, and nothing is kept
                 messages = read_messages(self._stored[pane]) if is_lost else self._messages[pane]
                 views.append(conversation(pane, title, messages, reply, empty="Write a message below."))
         return views

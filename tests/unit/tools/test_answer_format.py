@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,26 @@ def test_calls_in_other_notations(body: str, name: str, arguments: dict[str, Any
 )  # fmt: skip
 def test_other_texts_are_no_calls(body: str) -> None:
     assert read_calls(body) is None
+
+
+SPACES = " " * 20_000
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["a" + SPACES + "x", "a json" + SPACES + "x", "f<\uff5ctool\u2581sep\uff5c>```" + SPACES + "x", "x" + SPACES + "<x",
+     "<function=f>" + "<parameter=a>" * 7_000, "<function=" * 9_000, "f" + "<arg_key>a</arg_key>" * 4_900,
+     "f" + "<arg_key>a</arg_key><arg_value>" * 3_200, "f(a=" + "-" * 90_000 + "1)", '{"a":' * 15_000],
+)  # fmt: skip
+def test_no_call_takes_long_to_read(body: str) -> None:
+    """Patterns that give back white space, or look for a closing tag from each opening one, take minutes."""
+    began = time.process_time()
+    read_calls(body)
+    assert time.process_time() - began < 2
+
+
+def test_an_answer_may_lack_what_a_response_template_requires() -> None:
+    required = {"start_anchor": "A:", "fields": {"content": {}, "thinking": {
+        "open": "<<", "close": ">>", "optional": False}}}  # fmt: skip
+    _, message = parsed(AnswerFormat(None, None, required).parser(), ["Yes"])
+    assert message == {"role": "assistant", "content": "Yes"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,11 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from app.services.rpc_client import Worker
 from tests.launching import launch_well
 from tests.made_runs import made_run
+from tests.parrot import make_parrot
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data import template
 from trainers.embedded import BASE_DIR
 from trainers.model.load import load_base
+from trainers.tools import chat as program
+from trainers.tools import chat_memory
 from trainers.tools.chat import Chat, sampling_options
 from trainers.tools.chat_models import Models
 from trainers.tools.serve import Settings, _concurrent, _load
@@ -243,6 +247,44 @@ def test_a_hostile_chat_template_neither_hangs_nor_runs(tmp_path: Path, monkeypa
         models_of(tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}").prompt(ASKED, plain=False)
     harmless = models_of(tmp_path, "{% for m in messages %}<{{ m['content'] }}>{% endfor %}")
     assert harmless.tokenizer.decode(harmless.prompt([{"role": "user", "content": "hello"}], plain=False)) == "<hello>"
+
+
+def test_a_slow_response_template_ends_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control has the same answer and a template whose pattern is quick."""
+    fields: dict[str, Any] = {"content": {}, "thinking": {"open_pattern": r"(?:a|aa|aaa)+\d(?=y)", "close": ">>"}}
+    folder = make_parrot(tmp_path / "parrot", {"*": "a" * 80})
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(program, "_PARSE_SECONDS", 0.5)
+    for pattern in (fields["thinking"]["open_pattern"], "<<"):
+        fields["thinking"]["open_pattern"] = pattern
+        settings["response_template"] = {"start_anchor": "x", "fields": fields}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        chat = load({"model": str(folder)})
+        if pattern == "<<":
+            assert ask(chat, "base") == "a" * 80
+            continue
+        with pytest.raises(ConfigError, match="response_template of this model's tokenizer takes too long"):
+            ask(chat, "base")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed = (BASE_DIR / "model.safetensors").stat().st_size
+    assert load({"model": str(BASE_DIR)}), "the control"
+    monkeypatch.setattr(chat_memory.host_memory, "available", lambda: needed)
+    with pytest.raises(ConfigError, match=r"the weights take 0\.0 GiB, and 0\.0 GiB of memory are free"):
+        list(Chat().load({"model": str(BASE_DIR)}))
+
+
+def test_the_weights_are_counted_as_they_are_loaded(trained: dict[str, Path]) -> None:
+    """A fully trained model stands beside its base, an adapter on it."""
+    counted = {}
+    for method, folder in trained.items():
+        request = {"run_dir": str(folder), "weights": STEP}
+        counted[method] = chat_memory.weights_bytes(program.request_config(request), request)
+    models = load({"model": str(BASE_DIR)}).models
+    assert models is not None
+    held = sum(each.numel() for each in models.base.parameters())
+    assert counted == {"lora": 4 * held, "full": 2 * 4 * held}
 
 
 def test_prompts_are_counted_against_the_context() -> None:

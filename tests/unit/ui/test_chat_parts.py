@@ -143,3 +143,18 @@ def test_saved_rows_have_what_is_trained_and_no_more() -> None:
     assert saved["messages"][2] == {"role": "assistant", "content": "1", "reasoning_content": "hm"}
     assert saved["messages"][4]["tool_calls"] == [CALL]
     assert saved["tools"][0]["function"]["name"] == "f"
+
+
+def test_the_newline_that_an_answer_starts_with_is_kept() -> None:
+    """HTML drops one right after `<pre>`: there have to be two."""
+    for text in ("\nYes", "Yes"):
+        html = conversation("first", "m", [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}])
+        assert f'tabindex="0">\n{text}</pre>' in html
+
+
+def test_an_answer_with_a_call_that_cannot_be_read_is_saved_as_it_was_written() -> None:
+    broken = {"role": "assistant", "content": "", "tool_calls": [{"invalid": "{"}], "raw": "<tool_call>{</tool_call>"}
+    mixed = {**broken, "tool_calls": [{"invalid": "{"}, CALL]}
+    saved = json.loads(saved_rows([[TALK[0], broken, TALK[2], mixed]], "", []))["messages"]
+    assert saved[1] == {"role": "assistant", "content": "<tool_call>{</tool_call>"}
+    assert saved[3] == {"role": "assistant", "content": "", "tool_calls": [CALL]}

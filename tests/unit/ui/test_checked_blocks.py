@@ -81,7 +81,6 @@ def proper(block: gr.blocks.Block) -> Any:
         gr.Textbox: "",
         gr.Checkbox: False,
         gr.Number: 1,
-        gr.Chatbot: [],
         gr.CheckboxGroup: [],
         gr.UploadButton: None,
     }
@@ -339,12 +338,6 @@ def test_every_server_function_takes_plain_values_alone(app: App) -> None:
         (gr.Dropdown, ["x", 1, None], [True, ["x"], {}]),
         (lambda: gr.Dropdown(multiselect=True), [["x", 1], [], None], ["x", [["x"]], [None], {}]),
         (gr.CheckboxGroup, [["x"], [], None], ["x", [True], [{}]]),
-        (gr.Chatbot, [[], [{"role": "user", "content": "x", "metadata": None, "options": None}],
-                      [{"role": "user", "content": [{"type": "text", "text": "x"}]}]],
-         ["x", {}, ["x"], [{"role": "user"}], [{"role": "user", "content": {"path": "x"}}],
-          [{"role": "user", "content": [{"type": "component", "component": "File", "text": "x"}]}],
-          [{"role": "user", "content": [{"type": "text", "text": "x", "file": 1}]}],
-          [{"role": "user", "content": "x", "metadata": {"path": "/etc/passwd", **META}}]]),
     ],
 )  # fmt: skip
 def test_kinds(component: Callable[[], gr.blocks.Block], right: list[Any], wrong: list[Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -104,3 +105,24 @@ def test_contrast_is_counted_as_wcag_does() -> None:
 def test_tokens_come_first() -> None:
     text = head()
     assert text.index("--ts-page") < text.index("<script>") < text.index("Theme = ") < text.index("Live = ")
+
+
+_SHARED = {"ts-bar", "ts-chip", "ts-place", "ts-table"}
+"""Classes that two files style, each a part."""
+
+
+def _classes(style: Path) -> set[str]:
+    """The classes that a file styles wherever they stand, as in `.ts-row {`."""
+    text = re.sub(r"/\*.*?\*/", "", style.read_text(encoding="utf-8"), flags=re.DOTALL)
+    selectors = re.findall(r"(?:^|[},])\s*(?:\.gradio-container )?\.(ts-[\w-]+)\s*(?=[,{])", text)
+    return set(selectors)
+
+
+def test_no_class_means_two_things() -> None:
+    """All files apply to all pages, so a class of one page must not be that of another."""
+    seen: dict[str, str] = {}
+    for style in STYLES:
+        for name in _classes(style) - _SHARED:
+            assert name not in seen, f".{name} stands in {seen[name]} and in {style.name}"
+            seen[name] = style.name
+    assert {"ts-log", "ts-said", "ts-message"} <= seen.keys(), "the control: they are found"
