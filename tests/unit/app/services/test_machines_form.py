@@ -33,9 +33,9 @@ def previewed(processes: object = "2", **texts: Any) -> Preview:
 
 def test_the_processes_are_those_of_each_machine() -> None:
     for machines, total in ((2, 4), (3, 6)):
-        shown = previewed(num_machines=str(machines))
-        assert shown.mistakes == []
-        assert f"--num_processes {total} --num_machines {machines} --machine_rank 0" in shown.command
+        page = previewed(num_machines=str(machines))
+        assert page.mistakes == []
+        assert f"--num_processes {total} --num_machines {machines} --machine_rank 0" in page.command
 
 
 @pytest.mark.parametrize(
@@ -77,11 +77,11 @@ def busy_port() -> Iterator[int]:
 
 def test_a_port_in_use_is_refused_and_another_is_named(busy_port: int) -> None:
     (mistake,) = previewed(main_process_port=str(busy_port)).mistakes
-    found = re.search(r"cannot be opened on this machine: Address already in use; use another, such as (\d+)",
+    match = re.search(r"cannot be opened on this machine: Address already in use; use another, such as (\d+)",
                       str(mistake))  # fmt: skip
     assert mistake.option == "main_process_port"
-    assert found is not None
-    assert port_problem(int(found[1])) is None
+    assert match is not None
+    assert port_problem(int(match[1])) is None
     assert free_port(busy_port) != busy_port
 
 
