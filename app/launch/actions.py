@@ -32,7 +32,16 @@ from trainers.config.optimizer_options import SCHEDULE_FREE
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.run import device_locks
-from trainers.run.folder import END_STATES, RunFolder, export_name, register, unregister, write_atomic
+from trainers.run.folder import (
+    END_STATES,
+    RunFolder,
+    export_name,
+    read_json,
+    register,
+    unregister,
+    write_atomic,
+    write_json,
+)
 from trainers.run.record import RECORD
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -127,13 +136,16 @@ def rename(run: RunFolder, new_id: str) -> RunFolder:
 
 
 def _repoint(old: RunFolder, new: RunFolder) -> None:
-    """Updates the files that contain the path of the run folder."""
+    """Updates the files that contain the path or the id of the run."""
     state = new.read_state() or {}
     exported = state.get("export_dir")
     new.write_state(id=new.id, export_dir=_moved(str(exported), old, new) if exported else None)
     with contextlib.suppress(OSError, ValueError):
         argv = shlex.split(new.command.read_text(encoding="utf-8"))
         write_atomic(new.command, shlex.join(_moved(word, old, new) for word in argv) + "\n")
+    if (tracked := read_json(new.trackers)) and tracked.get("run") == old.id:
+        with contextlib.suppress(OSError):
+            write_json(new.trackers, {**tracked, "run": new.id})
     if unregister(old):
         register(new)
 

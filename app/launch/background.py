@@ -51,9 +51,9 @@ def start(job: TrainJob, quiet: bool = True) -> dict[str, Any]:
         try:
             write_folder(job)
             machines = job.devices.machines
-            counts = {"machines": {"count": machines.count, "minimum": machines.minimum}} if machines else {}
+            counts = {"count": machines.count, "minimum": machines.minimum} if machines else None
             processes = [Process.of("starter").as_json()]
-            job.run.write_state(state="queued", cause=None, ending=None, processes=processes, **counts)
+            job.run.write_state(state="queued", cause=None, ending=None, processes=processes, machines=counts)
             return _hand_over(job, lock.fileno())
         finally:
             if not job.run.state_file.exists():

@@ -51,7 +51,7 @@ def addresses(name: str) -> list[str]:
     """The IP addresses that a name resolves to; empty if to none."""
     try:
         entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a part that is empty, or longer than 63 characters
         return []
     return list(dict.fromkeys(str(entry[4][0]).partition("%")[0] for entry in entries))
 
@@ -87,7 +87,7 @@ def route_to(host: str) -> Interface | None:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)
             return interface_of(str(probe.getsockname()[0]))
-    except OSError:
+    except (OSError, ValueError):
         return None
 
 

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 
 from app.console import shortened
-from app.hardware import MAX_PROCESSES
+from app.hardware import find_gpus
 from app.launch.network import interfaces, is_loopback, is_own
 from app.runs.machines import MOST_MACHINES
 from trainers.config.mistakes import Mistake
@@ -25,6 +25,7 @@ MACHINES_FIELDS = {
 }
 """Label and help of the options."""
 _FIRST_PORT = 29500
+_FAR_TOO_MANY = 99_999
 
 
 def own_addresses() -> list[tuple[str, str]]:
@@ -93,7 +94,11 @@ def machine_options(texts: Mapping[str, str], launch: Mapping[str, str], mistake
         problem, remedy = f"cannot be opened on this machine: {why}", f"use another, such as {free_port()}"
         mistakes.append(Mistake("main_process_port", port, problem, remedy))
         return {}
-    each = whole_number(launch.get("num_processes", ""), 1, MAX_PROCESSES)
+    processes = launch.get("num_processes", "")
+    if not processes and "gpus" not in launch and not find_gpus():
+        mistakes.append(Mistake("num_processes", None, "is missing", "write how many each machine runs"))
+        return {}
+    each = whole_number(processes, 1, _FAR_TOO_MANY)  # too many are refused by their number on each machine
     total = {"num_processes": str(each * count)} if each is not None else {}
     return {**options, **total, "machine_rank": "0"}
 

@@ -105,7 +105,8 @@ def resume_preview(
         job = resume_job(form.run, args)
     except ConfigError as error:
         return Preview(by_field(error.mistakes))
-    devices = device_args(job) if {"gpus", "num_processes"} & set(launch) else []
+    devices = ["--machine_rank", "0"] if job.devices.machines else []
+    devices = device_args(job) if {"gpus", "num_processes"} & set(launch) else devices
     strategy_args = ["--strategy", launch["strategy"]] if "strategy" in launch else []
     options = [f"--{name}={text}" for name, text in changed.items()]
     argv = [

@@ -395,7 +395,7 @@ def _objective_conflicts(config: TrainConfig) -> list[Mistake]:
 
 
 def ignored_choices(config: TrainConfig) -> list[Mistake]:
-    """Returns a warning for each option set by the user that has no effect because of another option."""
+    """Returns a warning for each option set by the user that another one leaves without effect, or with a bad one."""
     changed = {name for name in config.model_fields_set if getattr(config, name) != _defaults().get(name)}
     ignored: list[Mistake] = []
 
@@ -429,6 +429,9 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignored.append(Mistake("eval_dataset_name", EMBEDDED, "with other training data", remedy))
     if not config.has_evaluation():
         ignore({"eval_steps", "eval_on_start", "max_eval_samples"} & changed, "there is no evaluation data")
+    if config.ddp_timeout and config.ddp_timeout <= config.hang_timeout:
+        problem = f"is not above hang_timeout={config.hang_timeout}: a rank that hangs ends the run without its name"
+        ignored.append(Mistake("ddp_timeout", config.ddp_timeout, problem, "raise it, or lower hang_timeout"))
     if config.qat == "none":
         ignore({"qat_group_size"} & changed, "qat=none rounds nothing")
     own = {name for optim, names in SETTINGS_OF.items() if optim != config.optim for name in names}

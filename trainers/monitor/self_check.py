@@ -124,8 +124,8 @@ def _communication(requested: str, device: str) -> list[Line]:
     got = by_device.get(device, "none")
     if requested == "auto":
         requested = {"cpu": "gloo", "cuda": "nccl"}.get(device, got)
-    asked = dict(pair.split(":") for pair in requested.split(",")) if ":" in requested else {device: requested}
-    return [Line("communication", asked[device], got)]
+    expected = dict(pair.split(":") for pair in requested.split(",")) if ":" in requested else {device: requested}
+    return [Line("communication", expected.get(device, got), got)]
 
 
 def _float8(loss: LossModule) -> Line:

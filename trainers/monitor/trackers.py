@@ -30,7 +30,7 @@ from trainers.run.log import without_secrets
 PROJECT = "tunesmith"
 """The project in each tracker, and the folder of TensorBoard's files in the run folder."""
 LIMIT = 60.0
-"""Seconds that a tracker may take to start, to take a row, or to close; half of `hang_timeout`, if that is less."""
+"""Seconds that a tracker may take to start, to take a row, or to close; see `_limit`."""
 _CLASSES: dict[str, type[GeneralTracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandBTracker,
@@ -65,7 +65,8 @@ class _TooLong(BaseException):
 class Trackers:
     """The trackers of a run, on rank 0; the other ranks have none.
 
-    A later attempt goes on in the tracked run of the earlier ones, whose id the run folder keeps. TensorBoard forgets
+    A later attempt goes on in the tracked run of the earlier ones, whose id the run folder keeps; in a copy of the
+    folder under another name, it begins a new one, as two runs would write into one. TensorBoard forgets
     the steps that are trained again; of the others, those that would have two values of a step keep the first.
 
     Args:
@@ -77,18 +78,20 @@ class Trackers:
     def __init__(self, config: TrainConfig, run: RunFolder, resumed_at: int | None):
         self._run, self._name = run, config.run_name or run.id
         self._first_step = 0 if resumed_at is None else resumed_at + 1  # at step 0, an evaluation may be logged
-        self._limit = min(LIMIT, config.hang_timeout / 2) if config.hang_timeout else LIMIT
+        self._limit = _limit(config)
         self._trackers: list[GeneralTracker] = []
         self._logged: dict[str, dict[str, int]] = {}
-        ids = {name: value for name, value in (read_json(run.trackers) or {}).items() if isinstance(value, str)}
-        logged = _logged_steps(run) if ids else {}
+        ids = _known_ids(run)
+        known = frozenset(ids)
+        logged = _logged_steps(run) if known else {}
         for name in config.report_to:
             tracker: Any = None
             try:
                 with _within(self._limit):
                     tracker = self._start(name, ids.get(name))
-                    if not (name in ids and name in ("tensorboard", "mlflow")):  # their parameters cannot change
+                    if not (name in known and name in ("tensorboard", "mlflow")):  # their parameters cannot change
                         tracker.store_init_configuration(_settings(config))
+                    ids[name] = _id_of(tracker)
             except (Exception, SystemExit, _TooLong) as error:
                 print(f"warning: report_to={name} did not start ({self._summary(error)}); this attempt trains without "
                       "it, and metrics.jsonl has every row", flush=True)  # fmt: skip
@@ -96,10 +99,9 @@ class Trackers:
                     tracker.finish()
                 continue
             self._trackers.append(tracker)
-            self._logged[name] = logged if name in ids and _keeps_both(tracker) else {}
-            ids[name] = _id_of(tracker)
+            self._logged[name] = logged if name in known and _keeps_both(tracker) else {}
         if ids and config.report_to:
-            write_json(run.trackers, ids)
+            write_json(run.trackers, {"run": run.id, "ids": ids})
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Passes the numbers of a step on, except to a tracker that has them from an earlier attempt."""
@@ -174,6 +176,20 @@ class Trackers:
             return f"no answer within {self._limit:g} s"
         first_line = without_secrets(str(error)).strip().partition("\n")[0][:200]
         return f"{type(error).__name__}: {first_line}"
+
+
+def _limit(config: TrainConfig) -> float:
+    """`LIMIT`, or less, so that the other ranks do not give up even if no tracker answers."""
+    patience = [seconds for seconds in (config.hang_timeout, config.ddp_timeout) if seconds]
+    return min([LIMIT, *(seconds / 2 / max(1, len(config.report_to)) for seconds in patience)])
+
+
+def _known_ids(run: RunFolder) -> dict[str, str]:
+    """What finds the tracked runs of earlier attempts, by tracker; in a copied folder, TensorBoard's files alone."""
+    known = read_json(run.trackers) or {}
+    ids, is_own = known.get("ids"), known.get("run") == run.id
+    pairs = ids.items() if isinstance(ids, dict) else ()
+    return {name: value for name, value in pairs if isinstance(value, str) and (is_own or name == "tensorboard")}
 
 
 def _settings(config: TrainConfig) -> dict[str, int | float | str]:

@@ -32,7 +32,7 @@ ANSWERS = "answers.jsonl"
 START = "from_run.json"
 """Holds what the run started from, if that is the result of another run."""
 TRACKERS = "trackers.json"
-"""Holds the id of the run in each tracker, by the name of the tracker."""
+"""Holds the id of the run in each tracker, by the name of the tracker, and the id of the run that they belong to."""
 FILES = frozenset({
     "config.yaml", "accelerate.yaml", "command.txt", "state.json", "metrics.jsonl", "log.txt", "stop", "save",
     "passed_over.json", CHAT_TEMPLATE, START, ".lock", "slurm.sh", "slurm.out", "scheduler.json", "ray.json",

@@ -19,7 +19,7 @@ _ABSENT = (
 
 
 def machines(view: dict[str, Any]) -> Html:
-    """Who has joined, and the lines that join the others; empty for a single machine.
+    """Who has joined, and the lines that join the others; empty for a single machine, and once the run is done.
 
     Args:
         view: from `app.runs.detail.run_view`.
@@ -33,13 +33,16 @@ def machines(view: dict[str, Any]) -> Html:
     ]  # fmt: skip
     table = data_table(["Machine", "Status", "Host", "Address", "Devices", "Versions", "What is wrong"], rows,
                        "Machines", numeric=(0,))  # fmt: skip
-    return section("Machines", join([table if rows else "", *_lines(view)]))
+    lines = _lines(view)
+    return section("Machines", join([table if rows else "", *lines])) if rows or lines else Html("")
 
 
 def _lines(view: dict[str, Any]) -> list[Html]:
     """What to paste where, and what may be wrong with machines that are awaited."""
     absent = [row["machine"] for row in view["members"] if row["status"] in ("awaited", "lost", "left out")]
     ended = not view["members"]
+    if ended and "resume" not in view["actions"]:
+        return []
     pasted = range(1, len(view["join_lines"]) + 1) if ended else [number for number in absent if number]
     if not pasted:
         return []

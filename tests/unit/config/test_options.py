@@ -112,7 +112,7 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
                 ({"objective": "grpo"}, "objective=grpo: it was not tried with sampled"),
             )
         ),
-        ({"qat": "int3"}, "qat='int3' is refused"),
+        ({"qat": "int3"}, "qat='int3' is not a valid value; use 'none', '8da4w'"),
         ({"qat": "int4", "method": "full", "qat_group_size": 4}, "qat_group_size=4 is refused"),
         ({"load_in_8bit": True}, "load_in_8bit is not offered: LLM.int8 rounds the inputs of a layer too"),
         ({"load_in_4bit": True}, "load_in_4bit is not an option; use --method qlora"),
@@ -208,6 +208,15 @@ def test_idle_choices_are_warned_of() -> None:
 def test_options_of_answers_without_answers_are_ignored(changes: dict, ignored: list[str]) -> None:
     config = build(BASE | ANSWERED | {"eval_generate_prompts": 3} | changes)
     assert sorted(mistake.option for mistake in ignored_choices(config)) == sorted(ignored)
+
+
+@pytest.mark.parametrize(("timeout", "hang", "warned"), [(20, 600, True), (600, 600, True), (601, 600, False),
+                                                       (20, 0, False), (None, 600, False)])  # fmt: skip
+def test_a_timeout_that_comes_before_the_hanging_rank_is_named_is_a_warning(
+    timeout: int | None, hang: int, warned: bool
+) -> None:
+    lines = [str(line) for line in ignored_choices(build(BASE | {"ddp_timeout": timeout, "hang_timeout": hang}))]
+    assert any(f"ddp_timeout={timeout} is not above hang_timeout={hang}" in line for line in lines) is warned
 
 
 def test_every_option_of_adapters_is_ignored_without_adapters() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -16,10 +17,13 @@ from accelerate import PartialState
 from accelerate.tracking import TensorBoardTracker
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from app.launch import actions
 from trainers.config.validation import build
 from trainers.monitor import trackers as module
 from trainers.monitor.trackers import Trackers
-from trainers.run.folder import RunFolder, read_json
+from trainers.run.folder import RunFolder, read_json, write_json
+
+CONFIG: dict[str, Any] = {"model_name_or_path": "embedded", "dataset_name": "embedded"}
 
 
 class Service:
@@ -70,9 +74,13 @@ def started(folder: Path, *services: Service, resumed_at: int | None = None, han
     for service in services:
         module._CLASSES[service.name] = service  # type: ignore[assignment]
     names = ",".join(service.name for service in services) or "tensorboard"
-    config = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "report_to": names,
-                    "hang_timeout": hang_timeout})  # fmt: skip
+    config = build({**CONFIG, "report_to": names, "hang_timeout": hang_timeout})
     return Trackers(config, run, resumed_at)
+
+
+def ids_in(folder: Path) -> dict[str, str]:
+    """The ids in a run folder."""
+    return (read_json(RunFolder(folder).trackers) or {})["ids"]
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +124,7 @@ def test_one_that_does_not_start_is_named_and_the_others_start(
     assert printed.startswith(
         f"warning: report_to=mlflow did not start ({type(error).__name__}: {error}); this attempt "
     )
-    assert list(read_json(tmp_path / "out" / "trackers.json") or {}) == ["trackio"]
+    assert list(ids_in(tmp_path / "out")) == ["trackio"]
 
 
 @pytest.mark.parametrize("call", ["start", "log", "finish"])
@@ -125,7 +133,7 @@ def test_one_that_hangs_has_half_the_hang_timeout(
 ) -> None:
     hanging, lasting = Service("mlflow", hangs=call), Service("trackio")
     began = time.monotonic()
-    trackers = started(tmp_path, hanging, lasting, hang_timeout=1)
+    trackers = started(tmp_path, hanging, lasting, hang_timeout=2)
     trackers.log({"loss": 1.0}, 1)
     trackers.finish()
     assert 0.5 <= time.monotonic() - began < 20
@@ -176,7 +184,51 @@ def test_another_folder_is_another_tracked_run(tmp_path: Path) -> None:
     assert other.options["resume"] == "never"
 
 
-@pytest.mark.parametrize("damage", ["", "[]", '{"wandb": 7}', "{"])
+def test_a_copied_folder_is_another_tracked_run_and_a_renamed_one_the_same(tmp_path: Path) -> None:
+    started(tmp_path, Service("wandb"), Service("trackio"))
+    run = RunFolder(tmp_path / "out")
+    run.write_state(state="stopped")
+    (tmp_path / "copies").mkdir()
+    copied = shutil.copytree(run.path, tmp_path / "copies" / "copy")
+    copied.rename(tmp_path / "copies" / "out")
+    same_name = Service("wandb")
+    started(tmp_path / "copies", same_name, resumed_at=3)
+    assert same_name.options["id"] == "run of wandb", "a run that was moved to another machine"
+
+    write_json(run.trackers, {"run": "out", "ids": {**ids_in(run.path), "tensorboard": "tunesmith"}})
+    renamed = actions.rename(run, "renamed")
+    copy = RunFolder(shutil.copytree(renamed.path, tmp_path / "copy"))
+    assert module._known_ids(renamed) == ids_in(renamed.path)
+    assert module._known_ids(copy) == {"tensorboard": "tunesmith"}, "whose files were copied too"
+    for folder, known in ((renamed, "run of wandb"), (copy, None)):
+        service = module._CLASSES["wandb"] = Service("wandb")  # type: ignore[assignment]
+        Trackers(build({**CONFIG, "report_to": "wandb"}), folder, 3).finish()
+        assert service.options.get("id") == known  # type: ignore[attr-defined]
+        assert (read_json(folder.trackers) or {})["run"] == folder.id
+
+
+def test_one_whose_id_cannot_be_read_is_given_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Nameless(Service):
+        tracker: Any = property(lambda self: None, lambda self, value: None)
+
+    lasting = Service("trackio")
+    started(tmp_path, Nameless("wandb"), lasting).log({"loss": 1.0}, 1)
+    assert "report_to=wandb did not start (AttributeError" in capsys.readouterr().out
+    assert lasting.rows == [(1, {"loss": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({}, 60), ({"hang_timeout": 0}, 60), ({"hang_timeout": 100}, 25), ({"ddp_timeout": 20}, 5)],
+)
+def test_trackers_that_never_answer_take_half_the_patience_of_the_other_ranks(
+    options: dict[str, int], limit: float
+) -> None:
+    assert module._limit(build({**CONFIG, "report_to": "wandb,mlflow", **options})) == limit
+    assert module._limit(build({**CONFIG, **options})) == min(60, limit * 2)
+
+
+@pytest.mark.parametrize("damage", ["", "[]", '{"ids": {"wandb": 7}, "run": "out"}', '{"ids": 3}', "{"])
 def test_a_damaged_file_of_ids_is_a_new_tracked_run(tmp_path: Path, damage: str) -> None:
     run = RunFolder(tmp_path / "out")
     run.create()
@@ -184,7 +236,7 @@ def test_a_damaged_file_of_ids_is_a_new_tracked_run(tmp_path: Path, damage: str)
     service = Service("wandb")
     started(tmp_path, service, resumed_at=3).log({"loss": 1.0}, 4)
     assert "id" not in service.options
-    assert read_json(run.trackers) == {"wandb": "run of wandb"}
+    assert read_json(run.trackers) == {"run": "out", "ids": {"wandb": "run of wandb"}}
     assert service.rows == [(4, {"loss": 1.0})]
 
 

@@ -16,9 +16,10 @@ import pytest
 
 from app.command_line import TRAIN
 from app.hardware import Devices
-from app.launch import actions, background
+from app.launch import actions, background, foreground
 from app.launch.job import TrainJob, train_job
 from app.launch.restarts import need_of
+from app.runs.machines import machine_counts
 from app.runs.runs import true_state
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
@@ -102,6 +103,17 @@ def test_a_start_pressed_twice_starts_one_run() -> None:
     assert sorted(answer.partition(":")[0] for answer in answers) == ["queued", "refused", "refused"], answers
     here = [one for one in psutil.Process().children() if "app.launch.background" in one.cmdline()]
     assert [one.pid for one in here if one.status() != psutil.STATUS_ZOMBIE] == [supervisor(run).pid]
+
+
+def test_a_run_that_goes_on_here_alone_awaits_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_folder(job: TrainJob) -> None:
+        foreground.write_folder(job)
+        job.run.write_state(machines={"count": 3, "minimum": None})  # as its last attempt left it
+
+    monkeypatch.setattr(background, "write_folder", write_folder)
+    state = background.start(new_job())
+    assert state["state"] == "queued"
+    assert machine_counts(state) is None
 
 
 def test_a_stop_right_after_the_start_is_heeded(busy: HeldSlots) -> None:

@@ -73,13 +73,22 @@ def test_files_of_strangers_are_only_text(run: RunFolder, value: Any) -> None:
     for name in ("host", "devices", "facts", "refused", "unreachable", "launch"):
         arrive(run, 1, **{name: value})
         rows = members(run, STATE)
-        html = machines({"members": rows, "join_lines": join_lines(run, STATE), "join_by": ""})
+        html = machines({"members": rows, "join_lines": join_lines(run, STATE), "join_by": "", "actions": []})
         assert "<b>" not in html
         assert len(html) < 10_000
     arrive(run, 1, facts={"address": value, "interface": value, "versions": value})
-    assert "<b>" not in machines({"members": members(run, STATE), "join_lines": join_lines(run, STATE), "join_by": ""})
+    view = {"members": members(run, STATE), "join_lines": join_lines(run, STATE), "join_by": "", "actions": []}
+    assert "<b>" not in machines(view)
     for broken in ({"count": value}, {"participants": value}, {"absent": value, "participants": [0]}):
         members(run, {**STATE, "machines": {**NOTICE, **broken}})
+
+
+def test_a_run_that_has_ended_shows_its_lines_only_if_it_can_go_on(run: RunFolder) -> None:
+    for state, actions in (("stopped", ["resume", "clone"]), ("done", ["clone"])):
+        ended = {**STATE, "state": state}
+        view = {"members": members(run, ended), "join_lines": join_lines(run, ended), "join_by": "", "actions": actions}
+        assert ("Resume starts machine 0 here" in machines(view)) is (state == "stopped")
+        assert machines(view) or state == "done"
 
 
 def test_only_machine_0_is_resumed_without_a_rank(run: RunFolder) -> None:

@@ -13,7 +13,8 @@ from app.launch.job import resume_job
 from app.services.resume_form import ResumeForm, resume_form, resume_preview
 from tests.made_runs import add_sealed_checkpoint, made_run
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import RunFolder
+from trainers.config.yaml_file import read_yaml
+from trainers.run.folder import RunFolder, write_json
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 RUNS = Path("runs")
@@ -57,6 +58,20 @@ def test_a_remedy_is_applied_and_the_command_does_the_same(stopped: RunFolder) -
     assert (typed.config, typed.strategy.values, typed.devices) == (
         preview.job.config, preview.job.strategy.values, preview.job.devices
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", [{"num_processes": "2"}, {"num_processes": "4"}, {"strategy": "fsdp2"}])
+def test_the_command_of_several_machines_starts_machine_0(stopped: RunFolder, launch: dict[str, str]) -> None:
+    network = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "127.0.0.1", "main_process_port": 29511}
+    write_json(stopped.accelerate, {**read_yaml(stopped.accelerate), **network})
+    stopped.write_state(machines={"count": 2, "minimum": None})
+    preview = resume_preview(form(), shown(), **{"num_processes": "2", **launch})
+    assert preview.errors == {}
+    assert preview.job
+    assert preview.job.devices.machines
+    args = shlex.split(preview.command)
+    typed = resume_job(stopped, TRAIN.read(args[args.index(str(stopped.path)) + 1 :]))
+    assert (typed.strategy.values, typed.devices) == (preview.job.strategy.values, preview.job.devices)
 
 
 def test_what_would_train_something_else_needs_force(stopped: RunFolder) -> None:
