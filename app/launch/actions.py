@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args
 
@@ -295,6 +295,7 @@ def export(
     averaged: bool = False,
     gguf: str | None = None,
     llama_cpp: Path | None = None,
+    pass_fds: Sequence[int] = (),
 ) -> Exported:
     """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
 
@@ -307,6 +308,7 @@ def export(
         averaged: whether to export the moving average of the weights.
         gguf: types of GGUF files to write beside it, with commas between them.
         llama_cpp: folder of the source of llama.cpp, whose converter writes them.
+        pass_fds: file descriptors that the export program inherits, such as those of locks.
 
     Raises:
         ConfigError: for an invalid request.
@@ -339,7 +341,7 @@ def export(
     args += ["--dtype", dtype] if dtype else []
     args += ["--gguf", ",".join(request.types), "--llama_cpp", str(request.llama_cpp)] if request else []
     argv = module_argv("trainers.checkpoint.export", args)
-    status, printed, errors = run_program(argv, module_environment(), cwd=ROOT)
+    status, printed, errors = run_program(argv, module_environment(), cwd=ROOT, pass_fds=pass_fds)
     lines = [line for line in errors.splitlines() if line.strip()]
     if status == 2:
         raise refusal_in(printed)

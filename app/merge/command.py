@@ -91,7 +91,7 @@ def _merge(plan: Plan, quiet: bool) -> dict[str, Any]:
                 if not quiet:
                     say(clean(f"[{number}/{len(plan.models)}] exporting {model.weights} of run {model.run.id}"))
                 folder = work / f"export-{number}"
-                export(model.run, model.weights, output=folder, dtype="float32")
+                export(model.run, model.weights, output=folder, dtype="float32", pass_fds=[lock])
             folders.append(folder)
         request = plan.request(folders)
         request.write(work / REQUEST)
@@ -121,7 +121,7 @@ def _work_folder(target: Path) -> Iterator[tuple[Path, int]]:
     What a killed merge has left there is removed first.
 
     Raises:
-        ConfigError: if another merge into this target is running. Its program holds the lock as well, so that it counts
+        ConfigError: if another merge into this target is running. Its programs hold the lock as well, so that it counts
             as running if only this process of it was killed.
     """
     target.parent.mkdir(parents=True, exist_ok=True)

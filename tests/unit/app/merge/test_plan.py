@@ -14,6 +14,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from app.cli import run_verb
+from app.launch import actions
+from app.merge import command
 from app.merge import plan as plan_module
 from app.merge.command import _work_folder
 from app.merge.plan import MERGE, Plan, make_plan
@@ -174,6 +176,26 @@ def test_a_folder_with_files_or_without_room_is_not_written(folders: Path, monke
         planned(folders / "a1", folders / "a2", "--output_dir", folders / "used")
     monkeypatch.setattr(plan_module, "free_bytes", lambda _: 1000)
     assert "this merge needs up to" in refused(folders, FULL)
+
+
+def test_the_export_of_a_checkpoint_holds_the_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If only the merge is killed, it would otherwise write into the folder of the next one."""
+    run = made_run(tmp_path / "runs", "one")
+    for step in (10, 20):
+        add_checkpoint(run, step)
+    plan = planned("one", "--checkpoints", "all", "--runs_dir", tmp_path / "runs", "--output_dir", tmp_path / "out")
+    inherited = list[int]()
+
+    def run_program(*_: Any, pass_fds: Sequence[int] = (), **__: Any) -> tuple[int, str, str]:
+        lock = os.stat(tmp_path / ".out.merging" / "lock")
+        inherited.extend(number for number in pass_fds if os.fstat(number).st_ino == lock.st_ino)
+        return 1, "", "it ends here"
+
+    monkeypatch.setattr(actions, "run_program", run_program)
+    with pytest.raises(actions.ExportFailed, match="it ends here"):
+        command._merge(plan, quiet=True)
+    assert len(inherited) == 1
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_two_merges_into_one_folder_do_not_meet(tmp_path: Path) -> None:
