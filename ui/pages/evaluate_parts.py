@@ -156,8 +156,10 @@ def _verdicts(view: dict[str, Any]) -> Html:
     """What is shown of each model, in a sentence: the most important thing on the page."""
     models = view["models"]
     if len(models) < 2:
-        line = f"{models[0]} was evaluated alone, so it is compared with nothing." if models else ""
-        return alert_list([line], "info") if line else Html("")
+        if not models:
+            return Html("")
+        alone = " was evaluated alone, so it is compared with nothing."
+        return alert_list([join([element("strong", models[0]), alone])], "info")
     return element("div", join(_verdict(model, models[0]) for model in standings(view)), class_="ts-verdicts")
 
 
@@ -336,7 +338,7 @@ def _changed(changes: Sequence[dict[str, Any]]) -> Html:
 
 def _change(change: dict[str, Any]) -> Html:
     heading = element("h3", join([change["row"] or "a row", _small(change["source"]) if change["source"] else ""]))
-    texts = [_quoted(name, "", element("div", change[key].strip(), class_="ts-said"))
+    texts = [_quoted(name, "", element("div", change[key].strip(), class_="ts-said", tabindex=0))
              for name, key in (("Prompt", "prompt"), ("Expected", "expected")) if change[key]]  # fmt: skip
     metric = label_of(change["metric"])
     answers = [_answer(change["a"], change["answer_a"], metric, change["before"], change["was_right"])]
@@ -368,7 +370,9 @@ def _answer(
         return _quoted(model, score, Html(""))
     marked = join(element("mark", part) if differs else part for part, differs in parts)
     return _quoted(
-        model, score, element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer")
+        model,
+        score,
+        element("div", marked if parts else element("em", "empty"), class_="ts-said ts-answer", tabindex=0),
     )
 
 
