@@ -179,10 +179,10 @@ def _thought(message: Mapping[str, Any], key: str, thinks: bool, unfinished: boo
     thought = message.get("reasoning_content", "")
     if not thought and not thinks:
         return []
-    words = len(thought.split())
+    count = len(thought.split())
     cut = not unfinished and not message["content"] and not message.get("tool_calls")
     state = "Thinking …" if thinks else "Thought, without an answer" if cut else "Thought"
-    summary = element("summary", f"{state} ({words:,} {'word' if words == 1 else 'words'})")
+    summary = element("summary", f"{state} ({count:,} {'word' if count == 1 else 'words'})")
     body = element("div", render(thought), class_="ts-markdown")
     return [element("details", join([summary, body]), class_="ts-thought", data_fold=f"thought-{key}")]
 

@@ -117,8 +117,8 @@ class Turn:
         """Streams the answers; yields when there is something new to draw."""
         options = {"sampling": self.sampling, "system": self.system, "plain": bool(self.plain), "tools": self.tools}
         updated_at, pause = 0.0, _UPDATE_SECONDS
-        asked = {pane: list(messages) for pane, messages in self._messages.items()}
-        for pane, document in self.pair.ask(asked, self._sources, **options):
+        conversations = {pane: list(messages) for pane, messages in self._messages.items()}
+        for pane, document in self.pair.ask(conversations, self._sources, **options):
             reply = self._replies.setdefault(pane, Reply(self.seed if self.sampling["temperature"] else None))
             reply.add(document)
             reply.is_done = "finish" in document

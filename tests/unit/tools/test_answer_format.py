@@ -169,8 +169,8 @@ def test_an_unfinished_thought_is_one() -> None:
 
 def test_special_tokens_that_mark_nothing_are_left_out() -> None:
     special = {1: "<|im_end|>", 2: "<tool_call>", 3: "<think>", 4: "<|channel|>"}
-    found = AnswerFormat(None, "<tool_call>", None, {number: special[number] for number in (1, 2, 3)})
-    assert found.dropped == {1}
+    format_ = AnswerFormat(None, "<tool_call>", None, {number: special[number] for number in (1, 2, 3)})
+    assert format_.dropped == {1}
     assert AnswerFormat(None, "", None, special).dropped == {1, 2, 3}, "GPT-OSS has no <think>"
 
 

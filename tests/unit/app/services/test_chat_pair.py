@@ -33,9 +33,9 @@ def parrots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(parrots: Path, tmp_path: Path, elsewhere: None) -> Iterator[ChatPair]:
-    made = ChatPair(tmp_path / "runs", [parrots])
-    yield made
-    made.free()
+    chats = ChatPair(tmp_path / "runs", [parrots])
+    yield chats
+    chats.free()
 
 
 def opened(pair: ChatPair, first: Path, second: Any = None) -> dict[str, tuple[Chats, str]]:
