@@ -278,7 +278,8 @@ def _tasks(part: View, rows: list[View], comparisons: list[View]) -> View:
         of_metric = [row for row in rows if (row.get("task"), row["metric"]) == (metric["group"], metric["name"])]
         higher = of_metric[0].get("higher_is_better") if of_metric else None
         metric["lower"] = not higher if isinstance(higher, bool) else None
-    return {"about": _text(part.get("version"), _MAX_NAME), "metrics": metrics}
+    version = _text(part.get("version"), _MAX_NAME)
+    return {"about": f"Version {version}" if version else "", "metrics": metrics}
 
 
 def _by_group(key: str, rows: list[View], comparisons: list[View]) -> list[View]:
