@@ -115,9 +115,9 @@ def _base_of_adapters(models: Sequence[NamedModel]) -> Base:
         if not base.equals(_base_in(other)):
             _refuse_different(first, base, label, _base_in(other))
         for name in (*_OF_BASE, "method"):
-            one, two = (each.get(name) or None for each in (values, other))
-            if one != two:
-                problem = f"{first} was trained with {name}={_text(one)}, and {label} with {name}={_text(two)}"
+            before, after = (each.get(name) or None for each in (values, other))
+            if before != after:
+                problem = f"{first} was trained with {name}={_text(before)}, and {label} with {name}={_text(after)}"
                 raise ConfigError(f"{problem}: their bases differ; merge adapters of one base")
     return base
 

@@ -294,15 +294,15 @@ def _weights(text: Any, models: Sequence[NamedModel], default: list[float]) -> l
         return default
     parts = [part.strip() for part in str(text).split(",")]
     numbers = [number for part in parts if (number := _real(part)) is not None and abs(number) <= 1e6]
-    shown = shortened(str(text))
+    quoted = shortened(str(text))
     if len(numbers) < len(parts):
-        raise ConfigError.about("--weights", shown, "is not a list of numbers", "write numbers with commas between")
+        raise ConfigError.about("--weights", quoted, "is not a list of numbers", "write numbers with commas between")
     if len(numbers) != len(models):
         labels = ", ".join(model.label for model in models)
         problem = f"has {len(numbers)} numbers for {len(models)} models ({labels})"
-        raise ConfigError.about("--weights", shown, problem, "write one for each, in their order")
+        raise ConfigError.about("--weights", quoted, problem, "write one for each, in their order")
     if not any(numbers):
-        raise ConfigError.about("--weights", shown, "has only zeros, which makes the base", "write other numbers")
+        raise ConfigError.about("--weights", quoted, "has only zeros, which makes the base", "write other numbers")
     return numbers
 
 
@@ -325,7 +325,7 @@ def _seed(text: Any, method: str) -> int:
     if text is not None and not draws(method):
         raise ConfigError.about("--seed", shortened(str(text)), f"does not apply to method={method}, which draws no "
                                 "numbers", "leave it out")  # fmt: skip
-    return _whole("--seed", "0" if text is None else text, 0, _MOST_SEED)
+    return _whole_number("--seed", "0" if text is None else text, 0, _MOST_SEED)
 
 
 def _rank(text: Any, method: str) -> int | None:
@@ -334,10 +334,10 @@ def _rank(text: Any, method: str) -> int | None:
     if method not in RANK_METHODS:
         problem = f"does not apply to method={method}, whose rank follows from the adapters"
         raise ConfigError.about("--rank", shortened(str(text)), problem, f"leave it out, or use {RANK_METHODS[0]}")
-    return _whole("--rank", text, 1, _MOST_RANK)
+    return _whole_number("--rank", text, 1, _MOST_RANK)
 
 
-def _whole(name: str, text: Any, least: int, most: int) -> int:
+def _whole_number(name: str, text: Any, least: int, most: int) -> int:
     if (number := whole_number(str(text), least, most)) is None:
         raise ConfigError.about(name, shortened(str(text)), "is not a valid whole number", f"write {least} to {most}")
     return number

@@ -172,8 +172,8 @@ def _between(render: Render, roles: Sequence[str]) -> tuple[dict[tuple[str, str]
     text = render([{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
     before, previous = dict[tuple[str, str], str](), ""
     for role, mark in zip(roles, marks, strict=True):
-        between, found, text = text.partition(mark)
-        if not found or mark in text:
+        between, separator, text = text.partition(mark)
+        if not separator or mark in text:
             raise ValueError(f"{mark} is not written once")
         before[previous, role] = between
         previous = role

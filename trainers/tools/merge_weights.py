@@ -181,9 +181,9 @@ def _unread(config: TrainConfig, name: str) -> tuple[nn.Module, dict[str, Source
     return model, stored
 
 
-def _refuse_other_architecture(first: str, one: TrainConfig, second: str, other: TrainConfig) -> None:
+def _refuse_other_architecture(first: str, config: TrainConfig, second: str, other: TrainConfig) -> None:
     """Raises ConfigError for two models whose configs make different functions of the same weights."""
-    values, others = (load_model_config(config).to_dict() for config in (one, other))
+    values, others = (load_model_config(each).to_dict() for each in (config, other))
     for key in sorted(values.keys() | others.keys()):
         if key not in _SAME_MODEL and not key.endswith("token_id") and values.get(key) != others.get(key):
             problem = f"{second} has {key}={_short(others.get(key))} in its config.json, and {first} has "
@@ -198,10 +198,12 @@ def _refuse_other_shapes(first: str, model: nn.Module, second: str, other: nn.Mo
     """Raises ConfigError for the first weight that is in one of two models only, or has another shape there."""
     shapes, others = ({name: list(weight.shape) for name, weight in each.named_parameters()} for each in (model, other))
     for name in [*shapes, *others]:
-        one, two = (f"shape {each[name]}" if name in each else "none" for each in (shapes, others))
-        if one != two:
-            raise ConfigError(f"{name}: {first} has {one}, and {second} has {two}; only weights of one shape can be "
-                              "merged (another vocabulary, or other tied weights?)")  # fmt: skip
+        shape, other_shape = (f"shape {each[name]}" if name in each else "none" for each in (shapes, others))
+        if shape != other_shape:
+            problem = (
+                f"{name}: {first} has {shape}, and {second} has {other_shape}; only weights of one shape can be merged"
+            )
+            raise ConfigError(f"{problem} (another vocabulary, or other tied weights?)")
 
 
 def _refuse_other_buffers(first: str, model: nn.Module, second: str, other: nn.Module) -> None:
