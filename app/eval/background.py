@@ -122,9 +122,9 @@ def start(
         _refuse_rows(plan, roots)
     try:
         folder.path.mkdir(parents=True)
-        shown = ["tunesmith", "eval", *argv[: argv.index("--output_dir")]]
+        line = ["tunesmith", "eval", *argv[: argv.index("--output_dir")]]
         models = [candidate.label for candidate in plan.candidates]
-        start_work(folder, ["eval", *argv], {"models": models, "command": shown})  # it locks the folder itself
+        start_work(folder, ["eval", *argv], {"models": models, "command": line})  # it locks the folder itself
     except OSError as error:
         problem = f"cannot be written: {error.strerror}"
         raise ConfigError.about("runs_dir", runs_dir, problem, "check its permissions, and free some space") from None
