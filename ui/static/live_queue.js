@@ -66,7 +66,7 @@ Live.queueList = (root, server, moved) => {
         if (event.dataTransfer.dropEffect === "none") waiting ||= rows;  // let go elsewhere: as it was
         endDrag();
       },
-    }, make("span", { class: "ts-grip", "aria-hidden": "true" }, row.listed ? "⠿" : ""), make("span", { class: "ts-place" }, `${index + 1}.`),
+    }, make("span", { class: "ts-grip", "aria-hidden": "true" }, row.listed ? "⠿" : ""), make("span", { class: "ts-queue-number" }, `${index + 1}.`),
     make("span", { class: "ts-queued" }, name, make("span", { class: "ts-note" }, needs)), arrow("↑", -1, "forward"), arrow("↓", 1, "back"));
     entry.row = row;
     return entry;

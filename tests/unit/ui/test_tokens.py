@@ -107,7 +107,7 @@ def test_tokens_come_first() -> None:
     assert text.index("--ts-page") < text.index("<script>") < text.index("Theme = ") < text.index("Live = ")
 
 
-_SHARED = {"ts-bar", "ts-chip", "ts-place", "ts-table"}
+_SHARED = {"ts-bar", "ts-chip", "ts-table"}
 """Classes that two files style, each a part."""
 
 
