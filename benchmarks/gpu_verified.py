@@ -42,6 +42,13 @@ CLAIMS: dict[str, Sequence[str]] = {
     "no micro-batch makes the host wait": (
         "test_micro_batches_never_make_the_host_wait", "test_a_wait_in_a_micro_batch_would_be_seen",
     ),
+    "batches are copied from pinned memory while the host goes on": (
+        "test_the_host_goes_on_while_a_batch_waits_for_the_device",
+        "test_a_copy_from_pageable_memory_would_make_it_wait",
+        "test_pinned_memory_is_not_reused_before_its_copy_has_ended",
+        "test_memory_that_is_written_before_its_copy_has_ended_would_be_seen",
+    ),
+    "two GPUs by a chosen backend": ("test_two_gpus_by_a_chosen_backend_are_one_process",),
     "`prove` in bf16: `single`, `fsdp2_offload`": ("prove",),
     "plans within 7 % of what is reserved, at most 3 % under it": ("memory",),
     "rates beside a bare loop and TRL (`benchmarks/gpu.py`)": ("rates",),

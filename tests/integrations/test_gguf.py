@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -181,24 +180,6 @@ def test_what_is_pushed_has_them(folder: Path) -> None:
     assert {"model-F16.gguf", "model-Q4_K_M.gguf", "Modelfile", "model.safetensors"} <= export.files.keys()
     assert "model-Q8_0.gguf" in export.weights
     assert not export.left_out
-
-
-def test_an_unknown_tokenizer_is_refused_before_anything_is_written(run: Path, tmp_path: Path) -> None:
-    """The embedded model's tokenizer is its own, and the converter knows published ones."""
-    shutil.copytree(run, tmp_path / "run", symlinks=True)
-    base = tmp_path / "base"
-    shutil.copytree(run.parent / "base", base)
-    for path in [base / "tokenizer.model", base / "tokenizer.json", *base.glob("tokenizer_config*")]:
-        path.unlink()
-    for path in BASE_DIR.glob("tokenizer*"):
-        shutil.copy(path, base)
-    config = (tmp_path / "run" / "config.yaml").read_text()
-    (tmp_path / "run" / "config.yaml").write_text(config.replace(str(run.parent / "base"), str(base)))
-    options = ["--merged", "--gguf", "f16", "--llama_cpp", str(LLAMA_CPP), "--output", "model"]
-    done = tunesmith("export", "run", *options, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "does not know the tokenizer of this LlamaForCausalLM" in done.stderr
-    assert sorted(os.listdir(tmp_path)) == ["base", "run"]
 
 
 def test_a_kill_leaves_nothing_that_looks_complete(run: Path, tmp_path: Path) -> None:

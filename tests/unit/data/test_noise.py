@@ -35,7 +35,7 @@ def test_noise_is_uniform_and_of_the_size_of_the_paper() -> None:
     assert neighbours.abs() < 0.01
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_no_step_warns_of_an_overflow() -> None:
     NoiseRule(5.0, 2**32 - 1).keys(10**9, np.arange(4, dtype=np.int32), np.arange(4))
 

@@ -25,6 +25,8 @@ def no_warning() -> Iterator[None]:
     """Degenerate rows give a defined answer, and no line of numpy's on a user's terminal."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        for of_others in (ResourceWarning, pytest.PytestUnraisableExceptionWarning):  # what earlier tests left open
+            warnings.simplefilter("default", of_others)
         yield
 
 
