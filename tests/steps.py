@@ -40,12 +40,12 @@ class Steps:
         folder: Path = Path(),
     ):  # fmt: skip
         if strategy is None:
-            made = Accelerator()
-            ranks, mesh = Ranks(made.device), Mesh(MeshSizes())
+            built = Accelerator()
+            ranks, mesh = Ranks(built.device), Mesh(MeshSizes())
         else:
-            made, ranks, mesh = build.accelerator(config, strategy)
+            built, ranks, mesh = build.accelerator(config, strategy)
         self.loss = build.module(config, main_rank=True)
-        backend, _ = build.backend(config, strategy or load_strategy("single"), made, ranks, mesh, self.loss)
+        backend, _ = build.backend(config, strategy or load_strategy("single"), built, ranks, mesh, self.loss)
         nothing: Any = None
         self.context = TrainContext(
             config=config, run=nothing, ranks=ranks, mesh=mesh, backend=backend, bare=self.loss.model,
@@ -54,7 +54,7 @@ class Steps:
             eval_rows=None, checkpoints=_stub(written=lambda: True, extra={}), metrics=None,
             heartbeat=_stub(at=lambda section, step, **allowed: at(section, step)),
             report=nothing, show=nothing, launcher=0, clock=nothing,
-            stragglers=Stragglers(made.device, local_forward=True), profiler=nothing,
+            stragglers=Stragglers(built.device, local_forward=True), profiler=nothing,
         )  # fmt: skip
 
     def take(self, step: int) -> StepResult:

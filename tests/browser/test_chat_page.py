@@ -346,12 +346,12 @@ def test_two_models_stream_at_once_and_a_thought_that_goes_on_is_said(tabs: Tabs
 
 @pytest.mark.long
 def test_conversations_of_two_tabs_are_apart(tabs: Tabs, chatting: Served) -> None:
-    one, two = parrot(tabs, chatting), parrot(tabs, chatting)
-    ask_parrot(one, "it is sunny")
-    ask_parrot(two, "now think")
-    ask_parrot(one, "please markdown")
-    assert answers(one, "first") == [ANSWERS["sunny"], ANSWERS["markdown"]]
-    assert answers(two, "first") == [ANSWERS["think"]]
+    first_model, second_model = parrot(tabs, chatting), parrot(tabs, chatting)
+    ask_parrot(first_model, "it is sunny")
+    ask_parrot(second_model, "now think")
+    ask_parrot(first_model, "please markdown")
+    assert answers(first_model, "first") == [ANSWERS["sunny"], ANSWERS["markdown"]]
+    assert answers(second_model, "first") == [ANSWERS["think"]]
 
 
 def test_a_wrong_value_says_what_to_do(tabs: Tabs) -> None:
@@ -404,9 +404,13 @@ def test_no_stranger_gets_through_with_values_of_other_kinds(chatting: Served) -
         ([*fine[:6], wrong, *fine[7:]], {"act": "regenerate"}) for wrong in (file, "[{}]", 3, "{", "[[[[", '["x"]')
     ]
     for values, event in requests:
-        said = said_to(chatting, acts[0]["id"], values, event)
-        assert "root:" not in said
-        assert "refused" in said or "ts-alert-error" in said or "Error" in said, (values, event, said[-500:])
+        answer_events = said_to(chatting, acts[0]["id"], values, event)
+        assert "root:" not in answer_events
+        assert "refused" in answer_events or "ts-alert-error" in answer_events or "Error" in answer_events, (
+            values,
+            event,
+            answer_events[-500:],
+        )
     assert "ts-alert-error" not in said_to(chatting, acts[0]["id"], fine, {"act": "regenerate"}), "the control"
 
 
@@ -414,11 +418,11 @@ def said_to(chatting: Served, number: int, values: list[Any], event: Any) -> str
     """All that the server says to a call of a handler."""
     body = {"fn_index": number, "data": values, "event_data": event, "session_hash": f"stranger{number}"}
     httpx.post(f"{chatting.url}/gradio_api/queue/join", json=body).raise_for_status()
-    said = ""
+    answer_events = ""
     address, parameters = f"{chatting.url}/gradio_api/queue/data", {"session_hash": f"stranger{number}"}
     with httpx.stream("GET", address, params=parameters, timeout=60) as answer:
         for line in answer.iter_lines():
-            said += line
+            answer_events += line
             if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
                 break
-    return said
+    return answer_events

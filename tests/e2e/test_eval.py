@@ -67,8 +67,8 @@ def test_a_model_that_was_trained_hard_forgets_and_an_untouched_copy_does_not(tm
     done = tunesmith("train", "tiny-full", *options, "--output_dir", "runs/hard", "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (tmp_path / "own.txt").write_text("".join(f"Line {number} of what was known before.\n" for number in range(30)))
-    words = ["runs/hard", "embedded", "--forgetting", "--forgetting_dataset", "own.txt", "--answer_tokens", "0"]
-    done = tunesmith("eval", *words, "--json", cwd=tmp_path)
+    argv = ["runs/hard", "embedded", "--forgetting", "--forgetting_dataset", "own.txt", "--answer_tokens", "0"]
+    done = tunesmith("eval", *argv, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     part = json.loads(done.stdout)["forgetting"]
     verdicts = {(each["sample"], each["b"]): each["verdict"] for each in part["comparisons"]}

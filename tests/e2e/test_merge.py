@@ -51,8 +51,8 @@ def test_a_killed_merge_leaves_nothing_that_looks_finished(tmp_path: Path) -> No
     assert not list(tmp_path.glob(".*")), "what the killed merge has left is removed"
     again = tunesmith(*argv[:-1], str(tmp_path / "again"), cwd=tmp_path)
     assert again.returncode == 0, again.stderr
-    one, two = (load_file(folder / "adapter_model.safetensors") for folder in (out, tmp_path / "again"))
-    assert all((one[name] == two[name]).all() for name in one), "the same seed gives the same bits"
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in (out, tmp_path / "again"))
+    assert all((first[name] == second[name]).all() for name in first), "the same seed gives the same bits"
     answer = tunesmith("chat", str(out), "--prompt", "Hi", "--max_new_tokens", "3", "--json", cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     assert json.loads(answer.stdout)["tuned"] is not None

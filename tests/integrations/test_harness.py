@@ -56,8 +56,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows, task in (("texts", texts, LOSS), ("facts", facts, EXACT)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / f"{name}.yaml").write_text(task.replace("FOLDER", str(folder)))
-    words = ["runs/a", "--tasks", "facts.yaml,texts.yaml", "--answer_tokens", "64", "--metrics", "loss,exact_match"]
-    done = tunesmith("eval", *words, "--json", cwd=folder)
+    argv = ["runs/a", "--tasks", "facts.yaml,texts.yaml", "--answer_tokens", "64", "--metrics", "loss,exact_match"]
+    done = tunesmith("eval", *argv, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     return Path(json.loads(done.stdout)["report_dir"])
 

@@ -79,8 +79,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tracked]:
         clone = tunesmith("runs", "clone", "out", "--runs_dir", ".", "--output_dir", "again", "--max_steps", "2",
                           cwd=folder, timeout=400)  # fmt: skip
         assert clone.returncode == 0, clone.stderr
-        shown = [tunesmith("runs", verb, "out", "--runs_dir", ".", cwd=folder) for verb in ("show", "logs")]
-        yield Tracked(folder, run, RunFolder(folder / "again"), "".join(done.stdout + done.stderr for done in shown))
+        outputs = [tunesmith("runs", verb, "out", "--runs_dir", ".", cwd=folder) for verb in ("show", "logs")]
+        yield Tracked(folder, run, RunFolder(folder / "again"), "".join(done.stdout + done.stderr for done in outputs))
 
 
 def ids_in(run: RunFolder) -> dict[str, str]:
@@ -113,32 +113,32 @@ def test_the_run_was_killed_between_checkpoints_and_went_on(tracked: Tracked) ->
 @pytest.mark.parametrize("name", ["tensorboard", "trackio", "mlflow"])
 def test_a_resume_goes_on_in_the_same_tracked_run_with_each_step_once(name: str, tracked: Tracked) -> None:
     """But for rows that the kill lost: the last one on its way, and all that Trackio had not written yet."""
-    rows, found = rows_of(tracked.run), points(tracked, name)
+    rows, tracked_points = rows_of(tracked.run), points(tracked, name)
     known = ids_in(tracked.run)
-    mine = found["" if name == "tensorboard" else known[name]]
-    steps = [step for step, _ in mine]
+    own_points = tracked_points["" if name == "tensorboard" else known[name]]
+    steps = [step for step, _ in own_points]
     first_attempt = [row["step"] for row in rows if row["attempt"] == 0]
     assert len(steps) == len(set(steps))
     assert set(range(1, STEPS + 1)) - set(steps) <= set(first_attempt if name == "trackio" else first_attempt[-1:])
     by_step = {row["step"]: row["loss"] for row in rows}
-    assert dict(mine) == pytest.approx({step: by_step[step] for step in steps}, abs=1e-6)
+    assert dict(own_points) == pytest.approx({step: by_step[step] for step in steps}, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_the_same_id_gets_again_what_a_kill_may_have_lost(name: str, tracked: Tracked) -> None:
     """They write through buffers; their servers drop a step that they have."""
-    known, found = ids_in(tracked.run), points(tracked, name)
-    assert list(found) == [known[name]]
-    mine = found[known[name]]
+    known, tracked_points = ids_in(tracked.run), points(tracked, name)
+    assert list(tracked_points) == [known[name]]
+    own_points = tracked_points[known[name]]
     second_attempt = [row["step"] for row in rows_of(tracked.run) if row["attempt"] == 1]
-    assert [step for step, _ in mine][-len(second_attempt) :] == second_attempt
+    assert [step for step, _ in own_points][-len(second_attempt) :] == second_attempt
 
 
 def test_comet_goes_on_with_the_same_key_and_has_lost_the_killed_attempt(tracked: Tracked) -> None:
     known = ids_in(tracked.run)
-    found = points(tracked, "comet_ml")
-    assert list(found) == [known["comet_ml"]]
-    assert [step for step, _ in found[known["comet_ml"]]] == [
+    tracked_points = points(tracked, "comet_ml")
+    assert list(tracked_points) == [known["comet_ml"]]
+    assert [step for step, _ in tracked_points[known["comet_ml"]]] == [
         row["step"] for row in rows_of(tracked.run) if row["attempt"] == 1
     ]
 
@@ -148,8 +148,8 @@ def test_a_clone_is_a_new_tracked_run(tracked: Tracked) -> None:
     assert list(before) == list(after) == TRACKERS.split(",")
     assert all(before[name] != after[name] for name in before if name != "tensorboard")
     for name in TRACKERS.split(","):
-        found = points(tracked, name, tracked.clone)
-        assert [step for step, _ in found["" if name == "tensorboard" else after[name]]] == [1, 2]
+        tracked_points = points(tracked, name, tracked.clone)
+        assert [step for step, _ in tracked_points["" if name == "tensorboard" else after[name]]] == [1, 2]
 
 
 def test_mlflow_says_that_both_are_finished(tracked: Tracked) -> None:

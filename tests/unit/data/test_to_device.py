@@ -64,8 +64,8 @@ def test_every_tensor_is_copied_from_pinned_memory_without_waiting(weights: torc
     with Copies() as copies:
         moved = micro_batch().inputs(CUDA, weights)
     assert copies.wrong == []
-    given = 0 if weights is None else 1  # on the device already
-    assert len(copies.copied) == tensors_in(moved) - given >= 20
+    unmoved = 0 if weights is None else 1  # on the device already
+    assert len(copies.copied) == tensors_in(moved) - unmoved >= 20
     assert (replace(micro_batch(), documents=None).inputs(torch.device("cpu")))["documents"] is None
 
 

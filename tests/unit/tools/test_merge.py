@@ -135,25 +135,25 @@ def test_linear_full_weights_are_the_sum_in_fp64_rounded_once(
 
 
 def test_weights_that_do_not_add_up_to_one_scale_the_differences_from_the_base() -> None:
-    one, two, base = drawn(3)
-    merged_weight = stored([one, two], base, of_full("linear", [1.0, 1.0]), "w")
-    assert torch.equal(merged_weight, (one.double() + two.double() - base.double()).float())
-    assert not torch.allclose(merged_weight, one + two), "control: without the base"
+    first, second, base = drawn(3)
+    merged_weight = stored([first, second], base, of_full("linear", [1.0, 1.0]), "w")
+    assert torch.equal(merged_weight, (first.double() + second.double() - base.double()).float())
+    assert not torch.allclose(merged_weight, first + second), "control: without the base"
 
 
 @pytest.mark.parametrize("method", ["ties", "dare_linear", "dare_ties"])
 def test_differences_of_full_weights_are_merged_by_peft(method: str) -> None:
-    one, two, base = drawn(3)
+    first, second, base = drawn(3)
     how = of_full(method, [1.0, 0.5], density=0.4, seed=5)
-    merged_weight = stored([one, two], base, how, "layer.weight")
+    merged_weight = stored([first, second], base, how, "layer.weight")
     torch.manual_seed(seed_of(5, "layer.weight"))
-    wanted = getattr(merge_utils, method)([one - base, two - base], torch.tensor([1.0, 0.5]), 0.4) + base
+    wanted = getattr(merge_utils, method)([first - base, second - base], torch.tensor([1.0, 0.5]), 0.4) + base
     assert torch.equal(merged_weight, wanted)
-    assert torch.equal(stored([one, two], base, how, "layer.weight"), merged_weight)
-    other = stored([one, two], base, replace(how, seed=6), "layer.weight")
+    assert torch.equal(stored([first, second], base, how, "layer.weight"), merged_weight)
+    other = stored([first, second], base, replace(how, seed=6), "layer.weight")
     assert torch.equal(other, merged_weight) == (method == "ties"), "only DARE draws"
     before = torch.get_rng_state()
-    stored([one, two], base, how, "layer.weight")
+    stored([first, second], base, how, "layer.weight")
     assert torch.equal(torch.get_rng_state(), before), "the global generator is left as it was"
 
 
@@ -176,10 +176,10 @@ def test_a_sum_that_does_not_fit_the_dtype_is_refused() -> None:
 def test_full_weights_become_a_model_for_stock_transformers(models: Path, tmp_path: Path) -> None:
     folders = [models / "h1", models / "h2"]
     result = merged(tmp_path / "w", folders, "linear", [0.3, 0.7])
-    one, two, written = (tensors(folder) for folder in (*folders, result))
-    assert written.keys() == one.keys()
+    first, second, written = (tensors(folder) for folder in (*folders, result))
+    assert written.keys() == first.keys()
     for name, value in written.items():
-        assert torch.equal(value, (one[name].double() * 0.3 + two[name].double() * 0.7).to(torch.bfloat16)), name
+        assert torch.equal(value, (first[name].double() * 0.3 + second[name].double() * 0.7).to(torch.bfloat16)), name
     record = json.loads((result / "tunesmith.json").read_text())
     assert record["checked"] == "passed"
     assert record["config"]["model_name_or_path"] == EMBEDDED
@@ -247,7 +247,7 @@ def test_adapters_are_merged_by_peft(method: str, options: dict[str, Any], model
     torch.manual_seed(3)
     stock.add_weighted_adapter(["one", "two"], weights, "sum", combination_type=method,
                                svd_rank=options.get("rank"), density=options.get("density"))  # fmt: skip
-    result, one, two = (tensors(each) for each in (folder, *folders))
+    result, first, second = (tensors(each) for each in (folder, *folders))
     total = apart = 0.0
     for name in [name for name in result if "lora_A" in name]:
         other, path = name.replace("lora_A", "lora_B"), name.replace(".lora_A.weight", "")
@@ -258,7 +258,7 @@ def test_adapters_are_merged_by_peft(method: str, options: dict[str, Any], model
         else:
             assert torch.equal(result[name], a), name
             assert torch.equal(result[other], b), name
-        exact = one[other] @ one[name] + 0.5 * two[other] @ two[name]  # half of the scale of 8/4
+        exact = first[other] @ first[name] + 0.5 * second[other] @ second[name]  # half of the scale of 8/4
         total += float(exact.norm() ** 2)
         apart += float((result[other] @ result[name] - exact).norm() ** 2)
     assert apart / total > 0.01, "control: it is not simply the sum"

@@ -112,9 +112,9 @@ class Found(HTMLParser):
 
 def harm_in(html: str) -> list[str]:
     """What HTML could do: tags and attributes that it should not have."""
-    found = Found(html)
-    harm = [f"<{tag}>" for tag in found.tags - _TAGS]
-    for name, value in found.attributes:
+    parsed = Found(html)
+    harm = [f"<{tag}>" for tag in parsed.tags - _TAGS]
+    for name, value in parsed.attributes:
         is_alignment = name == "style" and re.fullmatch(r"text-align:(left|right|center)", value)
         is_link = name == "href" and re.match(r"(https?://|mailto:)", value, re.IGNORECASE)
         if name not in _ATTRIBUTES or (name == "style" and not is_alignment) or (name == "href" and not is_link):

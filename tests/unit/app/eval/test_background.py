@@ -41,7 +41,7 @@ def until(condition: Callable[[], object]) -> None:
 def sleeper(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of `eval`, a program that prints its arguments and sleeps."""
     monkeypatch.setattr(
-        background_work, "module_argv", lambda module, words: [sys.executable, "-I", "-S", "-c", SLEEPS, *words]
+        background_work, "module_argv", lambda module, argv: [sys.executable, "-I", "-S", "-c", SLEEPS, *argv]
     )
 
 
@@ -65,11 +65,11 @@ def roots() -> list[Path]:
 def test_values_become_a_command_line() -> None:
     values = {"models": ["a-run", "b-run@model", "a-run"], "base": "base", "dataset_name": " rows.jsonl ",
               "max_eval_samples": 7, "answer_tokens": "", "metrics": ["loss", "f1"], "gpus": ["0", "2"]}  # fmt: skip
-    words = ["a-run", "b-run@model", "--dataset_name", "rows.jsonl", "--max_eval_samples", "7", "--metrics", "loss,f1",
+    argv = ["a-run", "b-run@model", "--dataset_name", "rows.jsonl", "--max_eval_samples", "7", "--metrics", "loss,f1",
              "--gpus", "0,2"]  # fmt: skip
-    assert arguments(values, RUNS) == words
-    assert command(values, RUNS) == " ".join(["tunesmith eval", *words])
-    args = EVAL.read(words)
+    assert arguments(values, RUNS) == argv
+    assert command(values, RUNS) == " ".join(["tunesmith eval", *argv])
+    args = EVAL.read(argv)
     assert args is not None
     assert (args.names, args.request.mistakes) == (["a-run", "b-run@model"], [])
     assert arguments({}, Path("other"))[:2] == ["--runs_dir", str(Path("other").absolute())]
@@ -159,15 +159,15 @@ def test_an_evaluation_is_a_process_of_its_own_until_it_is_stopped(
     assert process is not None
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
     until(folder.output.read_text)
-    words, _, secret = folder.output.read_text().strip().rpartition(" ")
+    argv, _, secret = folder.output.read_text().strip().rpartition(" ")
     assert secret == os.environ["HF_TOKEN"], "it comes by the environment"
     assert "hf_secret" not in "".join(path.read_text() for path in folder.path.iterdir() if path != folder.output)
-    shown = ["a-run", "--metrics", "loss,perplexity", "--num_processes", "1"]
-    assert json.loads(words) == ["eval", *shown, "--output_dir", str(folder.path)]
+    options = ["a-run", "--metrics", "loss,perplexity", "--num_processes", "1"]
+    assert json.loads(argv) == ["eval", *options, "--output_dir", str(folder.path)]
     state = entry(folder)
     assert (state["state"], state["doing"], state["progress"]) == ("running", "checking models and rows", 0.0)
     assert state["models"] == ["base", "a-run"]
-    assert state["command"] == " ".join(["tunesmith eval", *shown])
+    assert state["command"] == " ".join(["tunesmith eval", *options])
     other = start({"models": [run.id], "num_processes": 1}, RUNS, roots())
     assert other != folder, "two at once are two folders"
     for each in (other, folder):

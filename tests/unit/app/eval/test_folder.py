@@ -107,8 +107,8 @@ def test_only_folders_of_evaluations_are_found() -> None:
      "eval-\0", "eval-\n", "eval-" + "x" * 10_000, "eval-<img src=x>", "\ud800", "eval-\ud800"],
 )  # fmt: skip
 def test_any_other_name_is_refused(name: Any) -> None:
-    for made in ("eval-2", "a-run"):
-        Path("runs", made).mkdir(parents=True)
+    for name_of_folder in ("eval-2", "a-run"):
+        Path("runs", name_of_folder).mkdir(parents=True)
     Path("runs/eval-file").write_text("")
     Path("runs/eval-link").symlink_to("/etc")
     with pytest.raises(ConfigError, match="there is no such evaluation"):

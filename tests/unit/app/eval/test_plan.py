@@ -169,8 +169,8 @@ def test_what_cannot_be_evaluated_is_refused(runs: Path, words: tuple[str, ...],
 def test_samples_for_forgetting_are_other_rows_of_the_same_model(runs: Path) -> None:
     (runs / "mine.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (runs / "own.txt").write_text("What was known before.\n")
-    words = ("--forgetting", "--forgetting_dataset", "own.txt", "--dataset_name", "mine.jsonl", "--columns", "prompt=x")
-    prepared = plan("first", *words, "--seed", "9")
+    argv = ("--forgetting", "--forgetting_dataset", "own.txt", "--dataset_name", "mine.jsonl", "--columns", "prompt=x")
+    prepared = plan("first", *argv, "--seed", "9")
     assert [sample.name for sample in prepared.samples] == ["general text", "own"]
     for candidate in prepared.candidates:
         evaluated, own = candidate.job().config, candidate.job(sample="own").config

@@ -185,10 +185,10 @@ def test_how_one_has_ended(document: Any, output: str, state: str, reason: str) 
         folder.report.write_text(document)
     if output:
         folder.output.write_text(output)
-    told = entry(folder)
-    assert told["state"] == state
-    assert reason in told["reason"]
-    assert (told["doing"], told["progress"]) == ("", None)
+    view_entry = entry(folder)
+    assert view_entry["state"] == state
+    assert reason in view_entry["reason"]
+    assert (view_entry["doing"], view_entry["progress"]) == ("", None)
 
 
 def test_an_older_one_without_a_note_is_told_from_its_report() -> None:
@@ -209,17 +209,17 @@ def test_the_folder_of_the_report_is_no_part_of_the_command() -> None:
 def test_progress_is_told_by_model_and_row() -> None:
     folder = add_evaluation(RUNS, None, models=["base", "a-run"])
 
-    def told() -> tuple[str, float]:
+    def view_entry() -> tuple[str, float]:
         state = entry(folder)
         assert state["state"] == "running"
         return state["doing"], state["progress"]
 
     with lock_file(folder.lock, ""):
-        assert told() == ("checking models and rows", 0.0)
+        assert view_entry() == ("checking models and rows", 0.0)
         run = made_run(folder.path, "1-base", "queued", processes=[alive()])
-        assert told() == ("model 1 of 2, base: waits for its devices", 0.0)
+        assert view_entry() == ("model 1 of 2, base: waits for its devices", 0.0)
         write_json(run.state_file, {**(run.read_state() or {}), "state": "running"})
-        assert told() == ("model 1 of 2, base: loading the model", 0.0)
+        assert view_entry() == ("model 1 of 2, base: loading the model", 0.0)
         for section, rows, expected in (
             ("evaluation", [200, 400], ("model 1 of 2, base: loss, 200 of 400 rows", 0.0625)),
             ("sampling", [1, 1], ("model 1 of 2, base: answers, 1 of 1 row", 0.5)),
@@ -229,11 +229,11 @@ def test_progress_is_told_by_model_and_row() -> None:
         ):
             run.heartbeats.mkdir(exist_ok=True)
             write_json(run.heartbeats / "rank-0.json", {"section": section, "rows": rows})
-            assert told() == expected
+            assert view_entry() == expected
         write_json(run.state_file, {**(run.read_state() or {}), "state": "done"})
-        assert told() == ("model 2 of 2, a-run: preparing", 0.5)
+        assert view_entry() == ("model 2 of 2, a-run: preparing", 0.5)
         made_run(folder.path, "2-a-run", "failed")
-        assert told() == ("comparing the models", 1.0)
+        assert view_entry() == ("comparing the models", 1.0)
 
 
 def test_progress_tells_of_tasks_and_samples_too() -> None:

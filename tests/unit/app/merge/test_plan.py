@@ -47,10 +47,10 @@ def full(folder: Path, base: str = "", value: float = 0.0) -> Path:
 
 
 def planned(*argv: object) -> Plan:
-    words = [str(word) for word in argv]
-    args = MERGE.read(words)
+    arguments = [str(word) for word in argv]
+    args = MERGE.read(arguments)
     assert args is not None
-    return make_plan(args, words)
+    return make_plan(args, arguments)
 
 
 @pytest.fixture
@@ -109,12 +109,12 @@ ADAPTERS, FULL = ("a1", "a2"), ("f1", "f2")
 def test_an_invalid_request_is_refused_by_option_and_value(
     names: Sequence[str], options: str, message: str, folders: Path
 ) -> None:
-    words = ["" if word == "''" else word for word in options.split()]
-    if "--eval" in words:
+    arguments = ["" if word == "''" else word for word in options.split()]
+    if "--eval" in arguments:
         argv = [*(str(folders / name) for name in names), "--output_dir", str(folders / "out"), "--eval"]
         assert run_verb(["merge", *argv]) == 2
         return
-    assert message in refused(folders, names, *words)
+    assert message in refused(folders, names, *arguments)
 
 
 def test_a_valid_request_is_planned(folders: Path) -> None:
