@@ -161,8 +161,8 @@ def compare_and_chat(new_page: Tabs, server: Served, run: RunFolder, other: RunF
     expect(page.get_by_label("Run or base model")).to_have_value(run.id)  # the address has filled the fields
     page.get_by_label("Message", exact=True).fill("title: Sea; year: 1999. Write it as XML.")
     page.get_by_role("button", name="Send").click()
-    for side in ("tuned", "base"):
-        expect(page.locator(f"#chat-{side} .bot .md").first).not_to_be_empty(timeout=1000 * LONG)
+    for pane in ("first", "second"):
+        expect(page.locator(f"#chat-{pane} .ts-model .ts-raw").first).not_to_be_empty(timeout=1000 * LONG)
     expect(page.locator("#chat-status")).to_contain_text("loaded", timeout=1000 * LONG)
     page.get_by_role("button", name="Free").click()
     expect(page.locator("#chat-status")).to_contain_text("No model is loaded")
