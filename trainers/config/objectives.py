@@ -209,10 +209,10 @@ HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy", "eval_reward"
 """Metrics besides the loss by which the best checkpoint can be chosen; of these more is better, of the loss less."""
 
 _ROW_KEYS = {
-    "step", "attempt", "evaluation_data", "epoch", "loss", "grad_norm", "learning_rate", "tokens_per_second", "trained_tokens_per_second",
+    "step", "attempt", "epoch", "loss", "grad_norm", "learning_rate", "tokens_per_second", "trained_tokens_per_second",
     "mfu", "data_wait", "memory_gib", "memory_reserved_gib", "host_memory_gib", "gpu_percent", "gpu_power_w", "tokens",
     "elapsed_s", "recent_tokens_per_second", "eta_s", "slow_ranks", "skipped", "bubble", "aux_loss", "checkpoint_bytes",
-    "checkpoint_write_s", "checkpoint_stall_s", "perplexity", *SAMPLED,
+    "checkpoint_write_s", "checkpoint_stall_s", "perplexity", "evaluation_data", *SAMPLED,
     *(name for spec in OBJECTIVES.values() for name in spec.metrics),
 }  # fmt: skip
 """Keys of rows of `metrics.jsonl`, besides those with the affixes below."""
