@@ -87,9 +87,6 @@ def test_a_fault_on_purpose_is_seen(case: Case, two: Curves, alone: Curves) -> N
     assert not agree(two[case.name], alone[Case().name])
 
 
-STACKS = {"lora_target_modules": "q_proj,v_proj", "lora_target_parameters": "experts.gate_up_proj,experts.down_proj"}
-
-
 def stacked(family: str) -> str:
     """A folder with a small mixture of experts of random weights."""
 
@@ -109,7 +106,7 @@ def with_stacks(settings: TrainConfig, adapted: bool = True) -> nn.Module:
     set_seed(settings.seed)
     parameters = ["experts.gate_up_proj", "experts.down_proj"] if adapted else None
     return get_peft_model(base, LoraConfig(
-        r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules=["q_proj", "v_proj"],
+        r=settings.lora_r, lora_alpha=settings.lora_alpha, target_modules=settings.lora_target_modules or None,
         target_parameters=parameters,
     ))  # fmt: skip
 
@@ -123,15 +120,32 @@ def with_stacks(settings: TrainConfig, adapted: bool = True) -> nn.Module:
     ),
 )
 def test_adapters_on_stacks_of_experts_are_those_of_peft(strategy: str, family: str) -> None:
-    changes = {"model_name_or_path": stacked(family), **STACKS}
+    finished, settings = with_adapted_stacks(strategy, family, "q_proj,v_proj")
+    saved = load_file(finished.run.model / "adapter_model.safetensors")
+    assert sum(".experts." in name for name in saved) == 16
+    if (strategy, family) == ("single", "qwen3_moe"):  # control
+        assert not curve_of(finished).agrees(plain.train(settings, build=partial(with_stacks, adapted=False)))
+
+
+@pytest.mark.parametrize("strategy", mostly_long(["ddp", "fsdp2", "zero3"], []))
+def test_experts_alone_may_get_adapters(strategy: str) -> None:
+    finished, _ = with_adapted_stacks(strategy, "mixtral", "none")
+    saved = load_file(finished.run.model / "adapter_model.safetensors")
+    assert saved.keys()
+    assert all(".experts." in name for name in saved)
+
+
+def with_adapted_stacks(strategy: str, family: str, modules: str) -> tuple[Finished, TrainConfig]:
+    """A run whose losses were seen to be those of stock adapters on `modules` and the experts, and its settings."""
+    changes = {
+        "model_name_or_path": stacked(family), "lora_target_modules": modules,
+        "lora_target_parameters": "experts.gate_up_proj,experts.down_proj",
+    }  # fmt: skip
     finished = run(1 if strategy == "single" else 2, "lora", True, strategy, **changes)
     settings = config("lora", True, **changes)
     assert curve_of(finished).agrees(plain.train(settings, build=with_stacks))
-    saved = load_file(finished.run.model / "adapter_model.safetensors")
-    assert sum(".experts." in name for name in saved) == 16
     assert "loaded back" in finished.output
-    if (strategy, family) == ("single", "qwen3_moe"):  # control
-        assert not curve_of(finished).agrees(plain.train(settings, build=partial(with_stacks, adapted=False)))
+    return finished, settings
 
 
 def mixture(processes: int, strategy: str | None = None, **more: Any) -> Finished:

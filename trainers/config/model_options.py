@@ -68,10 +68,10 @@ class MethodOptions(OptionGroup):
     """Learning rate of the adapters' B matrices over that of their A matrices (LoRA+); its paper advises 16."""
     lora_dropout: float = option("method", 0.0, ge=0, lt=1)
     """Dropout on the adapters' input; above 0, runs are not covered by the parity promise."""
-    lora_target_modules: Names = option("method", ["all-linear"], min_length=1)
-    """Modules that get an adapter: `all-linear`, or comma-separated name suffixes such as `q_proj,v_proj`."""
+    lora_target_modules: Names = option("method", ["all-linear"])
+    """Modules that get an adapter: `all-linear`, or name suffixes such as `q_proj,v_proj`."""
     lora_target_parameters: Names = option("method", [])
-    """Stacked weights that get adapters too, as experts have them: `experts.gate_up_proj`."""
+    """Stacked weights that get adapters, as experts have them: `experts.gate_up_proj`."""
     modules_to_save: Names = option("method", [])
     """Modules trained in full beside adapters, and saved with them: `embed_tokens,lm_head`."""
     init_lora_weights: Literal["default", "pissa", "loftq"] = option("method", "default")

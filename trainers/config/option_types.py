@@ -28,6 +28,8 @@ MAX_PROFILED = 10
 
 
 def _split_commas(value: Any) -> Any:
+    """Splits text at its commas; `none` is an empty list, as docs/OPTIONS.md writes one."""
+    value = [] if isinstance(value, str) and _none_word(value) is None else value
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 

@@ -59,7 +59,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         rank_pattern=dict(config.lora_rank_pattern),
         alpha_pattern=dict(config.lora_alpha_pattern),
         lora_dropout=config.lora_dropout,
-        target_modules=_without_routers(base) if everything else targets,
+        target_modules=_without_routers(base) if everything else targets or None,
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
@@ -77,12 +77,13 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
     try:
         model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
         got = list(model.targeted_module_names)
+        adapted = [*got, *model.targeted_parameter_names]
     except ValueError as error:
         if config.use_dora and not isinstance(error, NoMatchingPeftModuleError):
             problem = f": peft cannot add it to {config.model_name_or_path} ({in_one_line(error)})"
             raise ConfigError.about("use_dora", True, problem, "leave it out") from None
         logging.getLogger(__name__).debug("peft refused the targets", exc_info=error)
-        got = []
+        got, adapted = [], []
     if (head := scalar_head(base)) is not None:
         head.original_module.to(frozen)  # unused; peft made the trained copy from it
     for copied in copies(base):
@@ -91,7 +92,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
         adapter.trainable_tokens_delta.to(torch.float32)
     _refuse_parted_tokens(config, base)
     missing = [name for name in targets if name != "all-linear" and not any(_ends(target, name) for target in got)]
-    if (missing and complete) or not got:
+    if (missing and complete) or not adapted:
         raise ConfigError.about(
             "lora_target_modules",
             ",".join(missing or targets),
@@ -101,7 +102,7 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
     _refuse_merging_tied(config, base, got)
     refuse_without_vectors(config, model)
     if complete:
-        _refuse_unclear_patterns(config, [*got, *model.targeted_parameter_names])
+        _refuse_unclear_patterns(config, adapted)
     return model
 
 

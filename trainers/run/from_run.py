@@ -287,7 +287,7 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
     own["modules_to_save"] = [name for name in saved.get("modules_to_save") or [] if name not in _HEADS]
     own["init_lora_weights"] = "default"  # what is exported is an adapter of the unchanged base
     own["lora_target_parameters"] = trained.get("lora_target_parameters", saved.get("target_parameters") or [])
-    own["lora_target_modules"] = trained.get("lora_target_modules") or sorted(targets)
+    own["lora_target_modules"] = trained.get("lora_target_modules", sorted(targets or []))
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 
 

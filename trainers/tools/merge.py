@@ -85,7 +85,7 @@ def _merge_adapters(request: MergeRequest, work: Path, history: History, how: Me
     folder, rank, deviation = merge_adapters(request, config, work / "adapter")
     load_tokenizer(config).save_pretrained(folder)
     targets = load_json(folder / ADAPTER_CONFIG)["target_modules"]
-    write_json(folder / EXPORT_RECORD, {"config": {**recorded, "lora_target_modules": sorted(targets)}})
+    write_json(folder / EXPORT_RECORD, {"config": {**recorded, "lora_target_modules": sorted(targets or [])}})
     dtype = "float32" if request.dtype == "auto" else request.dtype
     config = _adapter_config(folder).model_copy(update={"export_dtype": dtype})
     how = replace(how, rank=rank, deviation=deviation)
@@ -123,8 +123,8 @@ def _checked_base(config: TrainConfig, request: MergeRequest) -> str:
     for model in request.models:
         recorded, _ = read_export(Path(model.folder))
         trained_on = base_of(Path(model.folder))
-        targets = recorded.get("lora_target_modules")
-        if trained_on and targets and sorted(targets) == sorted(config.lora_target_modules) and trained_on != digest:
+        alike = sorted(recorded.get("lora_target_modules") or []) == sorted(config.lora_target_modules)
+        if trained_on and alike and trained_on != digest:
             raise ConfigError(f"{model.name}: {OTHER_BASE}; restore {config.model_name_or_path}")
     return digest
 

@@ -84,6 +84,7 @@ def test_every_option_has_one_sentence_of_help_and_a_section() -> None:
         ({"pad_vocab_to_multiple_of": 8}, "pad_vocab_to_multiple_of=8 with method=lora: peft pads no base"),
         ({"lora_target_parameters": "experts.w", "lora_dropout": 0.1}, "lora_dropout=0.1 with lora_target_parameters"),
         ({"lora_target_parameters": "experts.w", "use_dora": True}, "use_dora=true with lora_target_parameters"),
+        ({"lora_target_modules": "none"}, "lora_target_modules=none leaves nothing to adapt; use all-linear, or name"),
         ({"lora_target_parameters": "a", "method": "qlora"}, "lora_target_parameters=a with method=qlora, which"),
         *(
             ({"init_lora_weights": "pissa", **changes}, f"init_lora_weights=pissa with {line}")

@@ -74,6 +74,8 @@ def test_what_got_adapters_is_said() -> None:
     # Mixtral's routers are no linear layers, so that naming them is refused; one of Qwen2's gates is one.
     with pytest.raises(ConfigError, match="lora_target_modules=gate matches no module"):
         add_adapters(tiny("mixtral"), config(lora_target_modules=["gate"]))
+    alone = config(lora_target_modules=[], lora_target_parameters=["experts.down_proj"])
+    assert adapter_lines(add_adapters(tiny("mixtral"), alone))[0] == "adapters on: down_proj 2"
     qwen = adapter_lines(add_adapters(tiny("qwen2_moe"), config()))
     assert "no adapters on: the 4 routers and gates of the experts, unless they are named" in qwen
 
