@@ -54,11 +54,19 @@ def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
     settle_head(config, model_config)
 
 
-def check_layers(model_config: Any) -> None:
-    """Raises ConfigError for layers that are not supported."""
+def check_rows(config: TrainConfig, model_config: Any) -> None:
+    """Raises ConfigError for rows longer than this model's layers can take here.
+
+    Layers of `chunked_attention` (Llama 4) attend as others do within their first chunk. Layers without positions scale
+    their queries by the place in the row, in steps of `floor_scale` tokens: not by that in the document, if several
+    are packed into a row.
+    """
     text = model_config.get_text_config()  # a multimodal config has none of its own
-    layers = set(getattr(text, "layer_types", None) or ["full_attention"])
-    if "chunked_attention" in layers:
-        raise ConfigError(
-            f"{model_config.model_type} has chunked_attention layers, which are not supported; use another model"
-        )
+    subject, length = f"with {model_config.model_type} models, whose", config.max_length
+    chunk, step = getattr(text, "attention_chunk_size", None), getattr(text, "floor_scale", None)
+    if chunk and "chunked_attention" in (getattr(text, "layer_types", None) or ()) and length > chunk:
+        problem = f"{subject} layers attend in chunks of {chunk}, which is not supported"
+        raise ConfigError.about("max_length", length, problem, f"use at most {chunk}")
+    if step and getattr(text, "attn_temperature_tuning", False) and config.packing and length >= step:
+        problem = f"{subject} queries are scaled by their place in a row of {step} or more, where documents are packed"
+        raise ConfigError.about("max_length", length, problem, f"use at most {int(step) - 1}, or packing=false")

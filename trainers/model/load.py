@@ -28,7 +28,7 @@ from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
-from trainers.model.config_checks import check_layers, check_values, own_code, refuse_other_tasks
+from trainers.model.config_checks import check_rows, check_values, own_code, refuse_other_tasks
 from trainers.model.embedding_rate import embedding_rate_lines, refuse_unknown_embeddings
 from trainers.model.freezing import freeze
 from trainers.model.lora import add_adapters, leave_derived
@@ -153,7 +153,7 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
     refuse_other_tasks(config, model_config)
     _keep_layers(config, model_config)
-    check_layers(model_config)
+    check_rows(config, model_config)
     if line := scale_rope(config, model_config):
         _say(line)
     refuse_load_balancing(config, model_config)

@@ -43,7 +43,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "num_experts",
         "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim", "sliding_window",
-        "attention_chunk_size", "linear_num_value_heads", "linear_num_heads"),
+        "linear_num_value_heads", "linear_num_heads"),
     8: ("head_dim", "dim_head", "d_head", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "state_size",
         "ssm_state_size", "hidden_size_per_layer_input", "mamba_n_heads", "mamba_d_head", "mamba_num_heads",
         "mamba_head_dim", "mamba_headdim", "n_mamba_heads", "linear_key_head_dim", "linear_value_head_dim",

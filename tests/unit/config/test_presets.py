@@ -40,7 +40,7 @@ from trainers.config.presets import (
 from trainers.config.yaml_file import read_yaml
 from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
-from trainers.model.config_checks import check_layers
+from trainers.model.config_checks import check_rows
 from trainers.model.experts import has_experts, router_names
 from trainers.model.lora import add_adapters
 from trainers.model.quantization import refuse_unfit
@@ -340,7 +340,8 @@ def test_the_published_model_is_built_with_the_presets_methods(name: str) -> Non
     """Its parameters are counted, a row passes through it, and text reaches each adapter."""
     published, shape = PUBLISHED[name], shape_of(PUBLISHED[name])
     configs = {method: Request(preset=f"{name}-{method}").resolve() for method in methods_of(name)}
-    check_layers(shape)
+    for config in configs.values():
+        check_rows(config, shape)
     assert all(config.max_length <= shape.get_text_config().max_position_embeddings for config in configs.values())
     with nullcontext() if "qlora" in configs else pytest.raises(ConfigError, match="cannot be quantized"):
         refuse_unfit(shape, trust_remote_code=False)
