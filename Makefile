@@ -104,6 +104,7 @@ $(INTEGRATIONS): $(DEVELOPMENT)
 	$(INSTALL) --quiet -c constraints.txt --editable ".[integrations]"
 	$(INSTALL) --quiet -c constraints.txt --no-deps liger-kernel
 	$(INSTALL) --quiet "swanlab==$(SWANLAB_VERSION)"  # without the other pins: it wants an older protobuf
+	$(INSTALL) --quiet -c constraints.txt protobuf  # sentencepiece does not read files with the older one; swanlab runs
 	touch $(INTEGRATIONS)
 
 # What the processor has of them; 1, 2 and 4 threads.

@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from trainers.config.mistakes import ConfigError
+from trainers.objectives.output_head import decoder_of
 
 
 def fitting_layers(base: Any) -> list[str]:
     """Names (within the decoder) of linear layers that float8 kernels support: both sizes are multiples of 16."""
-    linear = [(name, layer) for name, layer in base.get_decoder().named_modules() if isinstance(layer, nn.Linear)]
+    linear = [(name, layer) for name, layer in decoder_of(base).named_modules() if isinstance(layer, nn.Linear)]
     return [name for name, layer in linear if layer.in_features % 16 == 0 and layer.out_features % 16 == 0]
 
 
@@ -31,7 +32,7 @@ def convert(base: Any) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(
-        base.get_decoder(),
+        decoder_of(base),
         module_filter_fn=lambda module, name: name in names,
         config=Float8LinearConfig(pad_inner_dim=True),  # weight gradients sum over any number of tokens
     )

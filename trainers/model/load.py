@@ -59,6 +59,7 @@ from trainers.model.stored import LeftInFiles, Source, without_memory
 from trainers.model.vocabulary import grow_vocabulary
 from trainers.model.weight_names import fit_lines
 from trainers.objectives.load_balancing import refuse_load_balancing
+from trainers.objectives.output_head import decoder_of
 from trainers.run.from_run import adapter_of
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
@@ -384,7 +385,7 @@ def compiled_blocks(base: PreTrainedModel) -> nn.ModuleList:
     Raises:
         ConfigError: if the decoder has no list of layers.
     """
-    decoder: Any = base.get_decoder()
+    decoder: Any = decoder_of(base)
     blocks: nn.ModuleList | None = getattr(decoder, "layers", None)
     if blocks is None:
         raise ConfigError.about(

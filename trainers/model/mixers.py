@@ -15,6 +15,7 @@ from torch import nn
 
 from trainers.data.layout import MetadataRoute
 from trainers.model.attention import by_document
+from trainers.objectives.output_head import decoder_of
 
 
 def split_mixers(model: Any) -> None:
@@ -26,7 +27,7 @@ def split_mixers(model: Any) -> None:
     Args:
         model: a transformers causal language model.
     """
-    for layer in (model.get_decoder() or model).modules():
+    for layer in (decoder_of(model) or model).modules():
         if any(map(_is_depthwise, layer.children())):
             layer.forward, layer.sees_documents = MethodType(_forward, layer), True
 

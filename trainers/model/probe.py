@@ -20,6 +20,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import DocumentLayout, MetadataRoute
 from trainers.model.attention import KERNELS
 from trainers.model.qat import without_rounding
+from trainers.objectives.output_head import decoder_of
 
 _LENGTH, _HALF = 12, 6
 _FAILURES = (ValueError, TypeError, KeyError, AttributeError, NotImplementedError, RuntimeError, IndexError)
@@ -186,7 +187,7 @@ def _targets(ids: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor
 def decoder_outputs(base: Any) -> Iterator[list[torch.Tensor]]:
     """Records the decoder's hidden states in fp32, or logits if there is no separate decoder or it returns logits."""
     seen: list[torch.Tensor] = []
-    decoder = base.get_decoder()
+    decoder = decoder_of(base)
 
     def keep(module: nn.Module, inputs: Any, output: Any) -> None:
         states = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)

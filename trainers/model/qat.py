@@ -16,6 +16,7 @@ from torch import nn
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.weight_names import first_names
+from trainers.objectives.output_head import decoder_of
 
 _INT4 = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 _DTYPES = {"8da4w": _INT4, "int4": _INT4, "int8": torch.int8}
@@ -34,7 +35,7 @@ def quantization_config(config: TrainConfig) -> Any:
 
 def rounded_layers(base: Any) -> dict[str, nn.Linear]:
     """The linear layers of the decoder by their names within it; embeddings and output head stay as they are."""
-    return {name: layer for name, layer in base.get_decoder().named_modules() if isinstance(layer, nn.Linear)}
+    return {name: layer for name, layer in decoder_of(base).named_modules() if isinstance(layer, nn.Linear)}
 
 
 def prepare(config: TrainConfig, base: Any) -> None:
@@ -61,9 +62,9 @@ def prepare(config: TrainConfig, base: Any) -> None:
 
     weights = {name: (layer.weight, layer.bias) for name, layer in layers.items()}
     rounding = QATConfig(quantization_config(config), step="prepare")
-    quantize_(base.get_decoder(), rounding, filter_fn=lambda module, name: name in weights)
+    quantize_(decoder_of(base), rounding, filter_fn=lambda module, name: name in weights)
     for name, (weight, bias) in weights.items():  # torchao makes new ones on the meta device
-        layer = base.get_decoder().get_submodule(name)
+        layer = decoder_of(base).get_submodule(name)
         layer.weight, layer.bias = weight, bias
 
 

@@ -24,7 +24,7 @@ from trainers.model.config_checks import own_code
 from trainers.model.probe import own_attention
 from trainers.model.scalar_head import model_family
 from trainers.model.weight_names import first_names
-from trainers.objectives.output_head import scalar_head
+from trainers.objectives.output_head import decoder_of, scalar_head
 
 OPTION = "ddp_find_unused_parameters"
 _SHORT, _LONG = 12, 512
@@ -162,7 +162,7 @@ def text_parts(base: Any) -> list[nn.Module]:
     if base.config.get_text_config() is base.config:
         return [base]
     heads = base.get_output_embeddings(), scalar_head(base)
-    return [part for part in (base.get_decoder(), *heads) if part is not None]
+    return [part for part in (decoder_of(base), *heads) if part is not None]
 
 
 def silent_weights(base: nn.Module) -> list[nn.Parameter]:

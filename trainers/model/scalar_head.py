@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.objectives.output_head import SCALAR_HEAD, scalar_head
+from trainers.objectives.output_head import SCALAR_HEAD, decoder_of, scalar_head
 
 HEAD_WEIGHT = f"{SCALAR_HEAD}.weight"
 _CLASSIFIER = "ForSequenceClassification"
@@ -63,7 +63,7 @@ def check_head(config: TrainConfig, model: Any) -> None:
     """Raises ConfigError if a built model, on any device, has no plain scalar head on a decoder of its own."""
     if not config.objective_spec.scalar_head:
         return
-    head, decoder = scalar_head(model), model.get_decoder()
+    head, decoder = scalar_head(model), decoder_of(model)
     if type(head) is not nn.Linear or head.out_features != 1 or head.bias is not None or decoder in (None, model):
         raise ConfigError(
             f"model_name_or_path={config.model_name_or_path}: the {_CLASSIFIER} class of {model.config.model_type} "

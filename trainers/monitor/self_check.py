@@ -21,7 +21,7 @@ from trainers.model.qat import rounded_layers, rounding_layers
 from trainers.model.quantization import four_bit_layers, whole_layers
 from trainers.model.reachability import reach_noted, silent_weights
 from trainers.objectives.loss_module import LossModule
-from trainers.objectives.output_head import scalar_head
+from trainers.objectives.output_head import decoder_of, scalar_head
 from trainers.parallel.backend import Backend
 from trainers.parallel.ranks import Ranks
 from trainers.run.errors import TrainingError
@@ -130,7 +130,7 @@ def _communication(requested: str, device: str) -> list[Line]:
 
 def _float8(loss: LossModule) -> Line:
     """Whether every linear layer of the decoder that float8 kernels support is torchao's."""
-    kinds = [type(module).__name__ for module in loss.base.get_decoder().modules()]
+    kinds = [type(module).__name__ for module in decoder_of(loss.base).modules()]
     return Line("float8 layers", str(len(fitting_layers(loss.base))), str(kinds.count("Float8Linear")))
 
 

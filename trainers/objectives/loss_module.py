@@ -23,7 +23,7 @@ from trainers.objectives.distillation import Head, attach, compare_heads
 from trainers.objectives.load_balancing import LoadBalancing, weighted_probabilities
 from trainers.objectives.log_probs import Score, VocabularyShard, scored_log_probs
 from trainers.objectives.objective import DocumentLoss, TokenLoss
-from trainers.objectives.output_head import HeadRule, find_head_rule, head_weights, scalar_head
+from trainers.objectives.output_head import HeadRule, decoder_of, find_head_rule, head_weights, scalar_head
 from trainers.objectives.sampling import SampleRequest, sample
 from trainers.objectives.sft import linear_cross_entropy
 
@@ -83,7 +83,7 @@ class LossModule(nn.Module):
         rule = None if self.scores_ends else find_head_rule(self.base)
         self.chunked = rule is not None or self.scores_ends
         self.rule = rule or HeadRule()
-        self.route = MetadataRoute(self.base, self.base.get_decoder() if self.chunked else self.base)
+        self.route = MetadataRoute(self.base, decoder_of(self.base) if self.chunked else self.base)
         self.noise: TokenNoise | None = None  # of the current forward pass
         self.needs_positions = any(getattr(module, "needs_positions", False) for module in self.base.modules())
         self.mixers = [layer for layer in self.base.modules() if getattr(layer, "sees_documents", False)]
@@ -172,7 +172,7 @@ class LossModule(nn.Module):
             with self.route.hand_over(AttentionMetadata(documents, self.over_ranks)) as more:
                 inputs = self.inputs(input_ids, position_ids, documents, more, routes=real_tokens is not None)
                 if self.balancing is not None and real_tokens is not None and expert_weights is None:
-                    routed = self.base.get_decoder()(**inputs).router_logits  # counting needs no head
+                    routed = decoder_of(self.base)(**inputs).router_logits  # counting needs no head
                     return self.balancing.count(routed, real_tokens), labels.new_zeros(())
                 if not self.chunked and taught is False:
                     return self._own_forward(inputs, positions, labels, real_tokens, expert_weights, score, sources)
@@ -218,7 +218,7 @@ class LossModule(nn.Module):
     def output(self, inputs: dict[str, Any]) -> Any:
         """What the decoder returns; the model, if the loss does not apply its head."""
         with self._resting(inputs["input_ids"].device):
-            return self.base.get_decoder()(**inputs) if self.chunked else self.model(**inputs)
+            return decoder_of(self.base)(**inputs) if self.chunked else self.model(**inputs)
 
     def picked(self, output: Any, positions: torch.Tensor) -> torch.Tensor:
         """`[positions, hidden size]` input of the head in the compute dtype, or the logits, if it was applied."""

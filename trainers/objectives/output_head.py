@@ -92,6 +92,15 @@ class _DecoderOutput(BaseModelOutput):
         return None
 
 
+def decoder_of(model: Any) -> Any:
+    """The part of a causal language model below its head; None if it has none.
+
+    Of Llama 4, transformers' `get_decoder` returns the model itself, whose class has another prefix than the weights.
+    """
+    decoder = model.get_decoder()
+    return getattr(model, "model", decoder) if decoder is model else decoder
+
+
 def find_head_rule(model: Any) -> HeadRule | None:
     """Probes how a model's forward pass computes its logits.
 
@@ -101,7 +110,7 @@ def find_head_rule(model: Any) -> HeadRule | None:
     Returns:
         The rule; None if the model computes its logits in another way, or changes its inputs before its decoder.
     """
-    outer, decoder = model.get_output_embeddings(), model.get_decoder()
+    outer, decoder = model.get_output_embeddings(), decoder_of(model)
     head = _computing(outer)
     # Not a subclass: quantised and adapted heads compute something else.
     if type(head) is not nn.Linear or decoder is None or decoder is model:

@@ -15,6 +15,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from trainers.config.mistakes import ConfigError
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.output_head import decoder_of
 from trainers.parallel.shards import TensorSlice
 from trainers.parallel.tensor import TensorParallel
 from trainers.strategy.expert_plan import DISPATCH, SHARD, expert_plan, expert_refusals
@@ -28,7 +29,7 @@ def expert_stacks(base: Any) -> list[str]:
         base: the transformers model.
     """
     plan = expert_plan(base.config.get_text_config())
-    return [name for name, _ in base.get_decoder().named_parameters() if plan.get(_pattern(name)) == SHARD]
+    return [name for name, _ in decoder_of(base).named_parameters() if plan.get(_pattern(name)) == SHARD]
 
 
 def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
@@ -41,7 +42,7 @@ def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
     Raises:
         ConfigError: if the model's experts cannot be divided.
     """
-    text, decoder = loss.base.config.get_text_config(), loss.base.get_decoder()
+    text, decoder = loss.base.config.get_text_config(), decoder_of(loss.base)
     if mistakes := expert_refusals(text, ep_size):
         raise ConfigError(mistakes)
     plan, option = expert_plan(text), f"ep_size={ep_size}: {text.model_type}"
@@ -84,7 +85,7 @@ def divide_experts(loss: LossModule, mesh: Mesh) -> dict[str, TensorSlice]:
     size, rank = mesh.sizes.ep, mesh.index("ep")
     if size == 1:
         return {}
-    plan, decoder = planned(loss, size), loss.base.get_decoder()
+    plan, decoder = planned(loss, size), decoder_of(loss.base)
     names = {id(weight): name for name, weight in loss.model.named_parameters()}
     shapes = {name: decoder.get_parameter(name).shape for name, style in plan.items() if style == SHARD}
     full_names = {name: names[id(decoder.get_parameter(name))] for name in shapes}

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from trainers.model.stored import TEACHER, replace
+from trainers.objectives.output_head import decoder_of
 
 
 def fill(loss: Any, device: torch.device) -> None:
@@ -131,7 +132,7 @@ def passing_through(loss: Any, device: torch.device) -> Iterator[None]:
 
     Weights outside the layers are in memory for the whole time.
     """
-    layers: list[nn.Module] = list(getattr(loss.base.get_decoder(), "layers", []))
+    layers: list[nn.Module] = list(getattr(decoder_of(loss.base), "layers", []))
     names, inside = {id(weight): name for name, weight in unread(loss)}, _ids(layers)
     empty: dict[int, nn.Parameter] = {}
 

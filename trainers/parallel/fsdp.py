@@ -24,7 +24,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.casts import only_cast
 from trainers.model.reachability import reach_noted
-from trainers.objectives.output_head import SCALAR_HEAD
+from trainers.objectives.output_head import SCALAR_HEAD, decoder_of
 from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
 from trainers.parallel.fill import fill, filler
 from trainers.parallel.norm import clip_grad_norm
@@ -168,7 +168,7 @@ def _layers_in_order(loss: Any, classes: Sequence[str]) -> list[nn.Module]:
     """The layers of the text decoder that a text reaches and that become FSDP units, in the order of their use."""
     unreached = set(reach_noted(loss.base).unreached)
     names = {id(part): name for name, part in loss.base.named_modules()}
-    layers = [part for part in (loss.base.get_decoder() or loss.base).modules() if type(part).__name__ in classes]
+    layers = [part for part in (decoder_of(loss.base) or loss.base).modules() if type(part).__name__ in classes]
     weights = [{f"{names[id(layer)]}.{name}" for name, _ in layer.named_parameters()} for layer in layers]
     return [layer for layer, own in zip(layers, weights, strict=True) if unreached.isdisjoint(own)]
 

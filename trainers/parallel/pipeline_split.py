@@ -19,6 +19,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.model.experts import expert_share
 from trainers.model.sizes import matmul_parameters
+from trainers.objectives.output_head import decoder_of
 from trainers.strategy.pipeline_schedules import SCHEDULES, balance, stages_of
 
 FAMILIES = {
@@ -234,7 +235,7 @@ def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> 
         ConfigError: if the model cannot be split into these stages.
     """
     base, model = loss.base, loss.model
-    decoder, head, embedding = base.get_decoder(), base.get_output_embeddings(), base.get_input_embeddings()
+    decoder, head, embedding = decoder_of(base), base.get_output_embeddings(), base.get_input_embeddings()
     layers = split_layers(loss, schedule, ranks)
     stages, total = stages_of(schedule, ranks, rank), len(layers)
     # Record names, shapes and dtypes of the full model before any of its modules are removed.
@@ -278,7 +279,7 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
     Raises:
         ConfigError: if the model cannot be split by layers, or has too few of them.
     """
-    decoder, head = loss.base.get_decoder(), loss.base.get_output_embeddings()
+    decoder, head = decoder_of(loss.base), loss.base.get_output_embeddings()
     _refuse_unsplittable_layers(loss, decoder, head)
     share = expert_share(loss.base.config.get_text_config())
     layer_cost = sum(sum(matmul_parameters(layer, share)) for layer in decoder.layers) / len(decoder.layers)
@@ -295,7 +296,7 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
 
 def _refuse_frozen_stages(loss: Any, layers: list[range]) -> None:
     """Raises ConfigError if a stage trains nothing: it would have no gradient to send, and no optimizer."""
-    decoder, last = loss.base.get_decoder(), len(layers) - 1
+    decoder, last = decoder_of(loss.base), len(layers) - 1
     outside = {0: [loss.base.get_input_embeddings()], last: [_norm(decoder), loss.base.get_output_embeddings()]}
     for stage, numbers in enumerate(layers):
         parts = [*(decoder.layers[number] for number in numbers), *outside.get(stage, [])]

@@ -19,6 +19,7 @@ from torch.nn import functional
 from trainers.config.mistakes import ConfigError
 from trainers.objectives.log_probs import VocabularyShard
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.output_head import decoder_of
 from trainers.parallel.shards import TensorSlice
 from trainers.parallel.tensor_loss import vocabulary_cross_entropy
 from trainers.strategy.tensor_plan import BY_HEADS, GATHERED, layer_plan, refusals
@@ -382,7 +383,7 @@ def split_model(
         )
     # Collect the planned layers by parent module: each parent is split as a unit.
     plan, blocks = layer_plan(text), dict[str, dict[str, str]]()
-    decoder = loss.base.get_decoder()
+    decoder = decoder_of(loss.base)
     for name, _ in decoder.named_modules():
         if style := plan.get(re.sub(r"\.\d+\.", ".*.", name)):
             parent, _, child = name.rpartition(".")

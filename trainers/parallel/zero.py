@@ -87,6 +87,9 @@ class Zero(Backend):
             fill(loss, self.device)
         elif unread(loss):
             shard_as_read(loss, settings, self.device, groups, first=self.shard_index == 0)
+        if self.stage == 3 and config.lora_target_parameters:
+            # DeepSpeed empties adapters of stacks before their gradients arrive if the input of their layer needs none.
+            loss.base.enable_input_require_grads()
         with _initialized_over(groups):
             self.model, _ = accelerator.prepare(loss, optimizer)
         self.optimizer = self.model.optimizer

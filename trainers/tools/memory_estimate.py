@@ -47,6 +47,7 @@ from trainers.model.vocabulary import grown_size, note_tokens
 from trainers.objectives.distillation import Divergence
 from trainers.objectives.load_balancing import LoadBalancing
 from trainers.objectives.loss_module import LossModule
+from trainers.objectives.output_head import decoder_of
 from trainers.objectives.teacher import Teacher
 from trainers.parallel.experts import expert_stacks
 from trainers.parallel.muon import held_elements, is_hidden_matrix
@@ -169,7 +170,7 @@ def empty_model(config: TrainConfig, model_config: Any, tp: int = 1, layers: int
 
 def decoder_layers(base: Any) -> nn.ModuleList | None:
     """The layers of a model's decoder; None if they have another name."""
-    return getattr(base.get_decoder(), "layers", None)
+    return getattr(decoder_of(base), "layers", None)
 
 
 def _small_teacher(config: TrainConfig, teacher: Any, tp: int) -> Teacher:
@@ -244,7 +245,7 @@ def weights(config: TrainConfig, model: Any) -> dict[str, float]:
              "persistent_weights", "hidden_matrices", "hidden_matrix_weights", "orthogonalized")  # fmt: skip
     sizes = dict.fromkeys(names, 0.0)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    stacks = {id(base.get_decoder().get_parameter(name)) for name in expert_stacks(base)}
+    stacks = {id(decoder_of(base).get_parameter(name)) for name in expert_stacks(base)}
     quantised = {id(weight) for weight in _quantised(model)} if config.method == "qlora" else set()
     for name, weight in model.named_parameters():
         where = "inside" if ".layers." in name or ".h." in name else "outside"
@@ -406,7 +407,7 @@ def estimate_memory(
     by_tp = {1: weights(config, model)}
     matrices = sum(
         weight.numel()
-        for module in base.get_decoder().modules()
+        for module in decoder_of(base).modules()
         if not isinstance(module, nn.Embedding)
         for weight in module.parameters(recurse=False)
         if weight.ndim > 1

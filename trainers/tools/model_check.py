@@ -248,6 +248,8 @@ def _loading_report(config: TrainConfig, model_config: Any, headers: Headers) ->
         for name, (dtype, shape) in headers.items()
     }
     family: Any = model_family(config)._model_mapping[type(model_config)]
+    if family.config_class is model_config.sub_configs.get("text_config"):  # what transformers builds of it
+        model_config = model_config.get_text_config()
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()

@@ -44,7 +44,7 @@ from trainers.model.config_checks import check_rows
 from trainers.model.experts import has_experts, router_names
 from trainers.model.lora import add_adapters
 from trainers.model.quantization import refuse_unfit
-from trainers.objectives.output_head import find_head_rule
+from trainers.objectives.output_head import decoder_of, find_head_rule
 from trainers.strategy.strategy import load_strategy, strategy_names
 from trainers.tools.memory_estimate import estimate_memory
 
@@ -94,7 +94,7 @@ def stored(published: PublishedModel, model: Any) -> int:
 def parts_left_out(published: PublishedModel, model: Any) -> dict[str, int]:
     """The same parts as `left_out`, counted."""
     text, parts = model.config.get_text_config(), {}
-    layers, hidden = model.get_decoder().layers, text.hidden_size
+    layers, hidden = decoder_of(model).layers, text.hidden_size
     if "vision_tower" in published.left_out:
         with torch.device("meta"):
             whole = AutoModelForImageTextToText.from_config(shape_of(published))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from trainers.config.validation import build, ignored_choices
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
-from trainers.model.config_checks import check_values
+from trainers.model.config_checks import check_rows, check_values
 from trainers.model.load import build_model, load_base
 from trainers.model.lora import add_adapters
 from trainers.model.probe import check_model_computes
@@ -80,6 +81,26 @@ def test_what_text_does_not_reach_is_never_trained(method: str, tmp_path: Path) 
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert any("language_model" in name for name in trained)
     assert not [name for name in trained if "vision" in name or "projector" in name]
+
+
+@pytest.mark.parametrize(
+    ("length", "packing", "refusal"),
+    [
+        (8191, True, ""),
+        (8192, False, ""),
+        (8192, True, "max_length=8192 with llama4_text models, whose queries are scaled .* at most 8191, or packing"),
+        (
+            8193,
+            False,
+            "max_length=8193 with llama4_text models, whose layers attend in chunks of 8192, .* at most 8192",
+        ),
+    ],
+)
+def test_rows_beyond_a_chunk_of_attention_are_refused(length: int, packing: bool, refusal: str) -> None:
+    longer = config(max_length=length, packing=packing)
+    with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
+        check_rows(longer, AutoConfig.for_model("llama4_text"))
+    check_rows(longer, AutoConfig.for_model("llama"))
 
 
 def test_a_model_that_builds_its_own_mask_is_refused() -> None:

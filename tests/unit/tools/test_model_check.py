@@ -15,7 +15,13 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 from tests.families import config_for as config
 from tests.families import save_small as saved
@@ -110,6 +116,14 @@ def test_weights_without_a_place_are_named(tmp_path: Path) -> None:
     assert "not used by the model: value_head.weight" in checked(folder)
     shorter = checked(folder, num_hidden_layers=1)
     assert not [line for line in shorter if "not used by the model" in line], "to leave them out was asked for"
+
+
+@pytest.mark.parametrize(("family", "vision"), [("llama4", "vision_model"), ("qwen3_5", "")])
+def test_of_a_multimodal_model_the_language_model_is_taken(family: str, vision: str, tmp_path: Path) -> None:
+    lines = checked(saved(tmp_path, family, AutoModelForImageTextToText))
+    unused = [line for line in lines if line.startswith("not used by the model")]
+    assert bool(unused) == bool(vision), "transformers itself skips the vision tower of Qwen 3.5"
+    assert all(vision in line for line in unused)
 
 
 @pytest.mark.parametrize(
