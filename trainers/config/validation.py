@@ -266,7 +266,6 @@ def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
         (config.max_steps is None, "needs max_steps: the length of an epoch is not known before it is read", ""),
         (config.eval_share > 0, "with eval_share: rows are held out of data that is read in full",
          "set eval_dataset_name"),
-        (config.mix is not None, "with a mix, whose sources are read in full", "leave one of them out"),
         (config.objective != "sft", f"with objective={config.objective}, whose data is read in full before it starts",
          "use objective=sft"),
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import TrainConfig
+from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.remote_data import is_url
 from trainers.data.data_file import DataFile
 from trainers.data.files import KINDS, hub_mistake, ignored_files, looks_like_hub_id, resolve, unreadable
@@ -35,7 +35,7 @@ def files_in_place(config: TrainConfig) -> tuple[list[DataFile], list[str]]:
     name, option = str(config.dataset_name), "dataset_name"
     if is_url(name):
         return _files_at(name, config.dataset_split, option)
-    if not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):
+    if name != EMBEDDED and not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):
         return _files_on_hub(name, config.dataset_config_name, config.dataset_split, option), []
     return resolve(config, "train"), ignored_files(config, "train")
 

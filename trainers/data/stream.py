@@ -40,6 +40,7 @@ from trainers.data.fill_cache import (
 )
 from trainers.data.joined import JoinedSet
 from trainers.data.local_copies import cache_dir
+from trainers.data.mix import MixedSet
 from trainers.data.progress import Progress
 from trainers.data.remote import files_in_place, version_of
 from trainers.data.report import Report
@@ -54,6 +55,7 @@ SHARD_BYTES = 1 << 20
 """Least bytes of a shard, the unit in which the order of an epoch is shuffled."""
 _MIB = 1 << 20
 _PLAN = "shards.json"
+_LABEL = "the data"
 _TRIES = 5
 
 
@@ -89,13 +91,15 @@ class Stream:
 
     Args:
         config: data options, `seed`, `streaming_window` and `streaming_cache`.
+        label: what messages call the data.
+        beside: the streams of the same run so far, to which it adds itself; no shard in use by one of them is removed.
 
     Raises:
         ConfigError: if the data or the model's tokenizer cannot be read, or the data cannot be streamed.
     """
 
-    def __init__(self, config: TrainConfig):
-        self.config = config
+    def __init__(self, config: TrainConfig, label: str = _LABEL, beside: list[Stream] | None = None):
+        self.config, self.label = config, label
         self.files, self._ignored = files_in_place(config)
         self._versions = {file.path: (file.size, file.digest) if is_url(file.path) else version_of(file)
                           for file in self.files}  # fmt: skip
@@ -111,6 +115,9 @@ class Stream:
         self.is_remote = any(is_url(file.path) for file in self.files)
         self._windows: tuple[int, list[list[int]]] = (-1, [])
         self._in_use: list[int] = []
+        self._together = [] if beside is None else beside
+        self._together.append(self)
+        self._is_first = True
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -170,6 +177,10 @@ class Stream:
             return Window(window.epoch, window.number + 1)
         return Window(window.epoch + 1, 0)
 
+    def rows_in(self, window: Window) -> int:
+        """Rows of the data in a window."""
+        return sum(self.shards[shard].rows for shard in self.windows(window.epoch)[window.number])
+
     def rows_before(self, window: Window) -> int:
         """Rows of the data that earlier windows of the same epoch read."""
         earlier = self.windows(window.epoch)[: window.number]
@@ -188,12 +199,13 @@ class Stream:
                 break
             with locked(self.folder, None):
                 missing = [number for number in numbers if self.cached(number) is None]
-                self._tokenise(missing, keep={*numbers, *self._in_use}, shows=window == (0, 0))
+                self._tokenise(missing, keep=numbers, shows=self._is_first)
         else:
             raise ConfigError(f"tokenized data in {self.folder} cannot be read back; check the disk, or set cache_dir")
-        if window == (0, 0):
-            self._refuse_small_cache([self._path(number) for number in numbers])
         self._in_use = numbers
+        if self._is_first:
+            self._refuse_small_cache()
+        self._is_first = False
         report = self._report(window, parts)
         refuse_bad(report, self.config)
         refuse_nothing(report, splits=True)
@@ -225,22 +237,25 @@ class Stream:
                 os.utime(folder)
         return token_set
 
-    def _tokenise(self, numbers: list[int], keep: set[int], shows: bool) -> None:
+    def _used(self) -> list[Path]:
+        """The folders of the shards in use by the streams of this run."""
+        return [stream._path(number) for stream in self._together for number in stream._in_use]
+
+    def _tokenise(self, numbers: list[int], keep: list[int], shows: bool) -> None:
         """Tokenises shards into their folders, and removes others so that all fit into the limit.
 
         Args:
             numbers: the shards; the caller holds the lock.
-            keep: shards that are not removed.
+            keep: shards that are not removed, besides those in use.
             shows: whether to show the progress.
         """
         if not numbers:
             return
         options = options_of(self.config, self._encoder)
         processes = self._processes(len(numbers))
-        name, keep_folders = self.config.model_name_or_path, {self._path(shard) for shard in keep}
+        name, keep_folders = self.config.model_name_or_path, {*self._used(), *map(self._path, keep)}
         total = sum(self.shards[number].rows for number in numbers)
-        known = [self._path(number) for number in keep]
-        size = max(map(_bytes_of, known), default=0) or max(
+        size = max(map(_bytes_of, keep_folders), default=0) or max(
             map(_bytes_of, _shard_folders(self.folder.parent)), default=0
         )
         limit = max(0, self.limit - (processes + 1) * size)  # without those that are being written
@@ -255,7 +270,7 @@ class Stream:
                     TokenizeTask([(self.shards[number], 0, self.tasks[number].shards[0][2])], f"{folder}/{number}")
                     for number in numbers
                 ]
-                progress_bar = Progress("tokenizing the first window", total) if shows else nullcontext()
+                progress_bar = Progress(f"tokenizing a window of {self.label}", total) if shows else nullcontext()
                 with Pool(processes, folder, self._encoder, options, name) as pool, progress_bar as progress:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
@@ -272,14 +287,15 @@ class Stream:
     def _processes(self, shards: int) -> int:
         return max(1, min(shards, self.config.dataset_num_proc or cores()))
 
-    def _refuse_small_cache(self, first: list[Path]) -> None:
-        """Raises ConfigError if the cache does not hold the window in use and the one after it, by the first one."""
-        sizes = [_bytes_of(path) for path in first]
-        needed = 2 * sum(sizes) + (self._processes(len(first)) + 1) * max(sizes, default=0)
+    def _refuse_small_cache(self) -> None:
+        """Raises ConfigError if the cache does not hold the windows in use and those after them, by the first ones."""
+        sizes = [_bytes_of(path) for path in self._used()]
+        needed = 2 * sum(sizes) + (self._processes(len(self._in_use)) + 1) * max(sizes, default=0)
         if needed > self.limit:
+            streams = len(self._together)
             problem = (
                 f"MiB do not hold two windows of streaming_window={self.config.streaming_window:,} rows "
-                f"({needed / _MIB:,.0f} MiB)"
+                f"{f'of each of {streams} streams ' * (streams > 1)}({needed / _MIB:,.0f} MiB)"
             )
             remedy = f"use {-(-needed // _MIB) + 1} or more, or a smaller streaming_window"
             raise ConfigError.about("streaming_cache", self.config.streaming_cache, problem, remedy)
@@ -358,18 +374,28 @@ def _refuse_whole(file: DataFile) -> None:
         raise ConfigError(f"{problem}; write one object per line (.jsonl), or leave out dataset_streaming")
 
 
-def stream_lines(documents: Any) -> list[str]:
-    """The lines that a run prints about a stream; none for other data."""
-    if not isinstance(documents, WindowSet):
-        return []
-    stream, config = documents.stream, documents.stream.config
-    windows = len(stream.windows(0))
-    size = sum(file.size for file in stream.files) / _MIB
-    return [
-        f"streaming {size:,.0f} MiB: {stream.rows:,} rows in {len(stream.shards):,} shards, read in a new order each "
-        f"epoch; rows are shuffled within {windows:,} window{'s'[: windows != 1]} of {config.streaming_window:,} rows "
-        f"or a little more, which are tokenized ahead and take at most {config.streaming_cache:,} MiB on disk",
-        "streaming does not promise: the steps of an epoch before it is read (max_steps decides), a shuffle of all "
-        "rows, and a check of rows, repeated documents and leaks to the evaluation data beyond the first window "
-        "before the start; a bad row saves and ends the run when its window comes (bad_rows=skip leaves it out)",
-    ]
+def streams_of(documents: TokenSet) -> list[Stream]:
+    """The streams that training data is read from, of a mix those among its sources."""
+    parts = documents.parts if isinstance(documents, MixedSet) else [documents]
+    return [part.stream for part in parts if isinstance(part, WindowSet)]
+
+
+def stream_lines(documents: TokenSet) -> list[str]:
+    """The lines that a run prints about its streams; none for other data."""
+    streams, lines = streams_of(documents), list[str]()
+    for stream in streams:
+        config, windows = stream.config, len(stream.windows(0))
+        size, name = sum(file.size for file in stream.files) / _MIB, f"{stream.label}: " * (stream.label != _LABEL)
+        lines.append(
+            f"streaming {name}{size:,.0f} MiB: {stream.rows:,} rows in {len(stream.shards):,} shards, read in a new "
+            f"order each epoch; rows are shuffled within {windows:,} window{'s'[: windows != 1]} of "
+            f"{config.streaming_window:,} rows or a little more, which are tokenized ahead and take at most "
+            f"{config.streaming_cache:,} MiB on disk" + " with those of the other streams" * (len(streams) > 1)
+        )
+    if streams:
+        lines.append(
+            "streaming does not promise: the steps of an epoch before it is read (max_steps decides), a shuffle of all "
+            "rows, and a check of rows, repeated documents and leaks to the evaluation data beyond the first window "
+            "before the start; a bad row saves and ends the run when its window comes (bad_rows=skip leaves it out)"
+        )
+    return lines

@@ -20,9 +20,12 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
 from trainers.data import stream
+from trainers.data.gathered import GatheredSet
 from trainers.data.prepare import cached, prepare
+from trainers.data.rows import Rows
 from trainers.data.stream import Stream, Window, WindowSet, stream_lines
 from trainers.data.stream_plan import StreamPlan
+from trainers.data.stream_rows import StreamedRows
 from trainers.run.errors import TrainingError
 from trainers.tools.preflight import describe_plan, plan_training
 
@@ -88,6 +91,18 @@ def planned(config: TrainConfig, world: int = 1) -> StreamPlan:
     return plan
 
 
+def stream_of(plan: StreamPlan) -> Stream:
+    (source,) = plan.sources
+    assert isinstance(source, StreamedRows)
+    return source.stream
+
+
+def pieces_of(rows: Rows) -> int:
+    """How many windows the rows of a batch are from."""
+    assert isinstance(rows.documents, GatheredSet)
+    return len(rows.documents.pieces)
+
+
 def walk(plan: StreamPlan, steps: int) -> int:
     """Agrees on the data of the first steps; returns their number."""
     for step in range(steps):
@@ -118,16 +133,16 @@ def test_every_row_is_read_once_in_each_epoch(data: Path, packing: bool, window:
 def test_rows_are_shuffled_within_windows_of_the_size_that_is_asked_for(data: Path) -> None:
     config = config_of(data, packing=False, group_by_length=False)
     plan = planned(config)
-    shards = plan.stream.shards
+    shards = stream_of(plan).shards
     for epoch in range(3):
-        windows = plan.stream.windows(epoch)
+        windows = stream_of(plan).windows(epoch)
         assert sorted(shard for window in windows for shard in window) == list(range(len(shards)))
         rows = [sum(shards[shard].rows for shard in window) for window in windows]
         largest = max(shard.rows for shard in shards)
         assert all(60 <= count < 60 + largest for count in rows[:-1])
         assert 60 <= rows[-1] < 2 * 60 + largest
     read = [line_of(place) for step in range(15) for place in plan.locations(step)]
-    first = [shards[shard] for shard in plan.stream.windows(0)[0]]
+    first = [shards[shard] for shard in stream_of(plan).windows(0)[0]]
     assert {*read[:60]} <= {line for shard in first for line in range(shard.line, shard.line + shard.rows)}
     assert read[:60] != sorted(read[:60])
 
@@ -151,9 +166,10 @@ def test_a_batch_is_a_function_of_the_step_and_what_a_checkpoint_holds(
             shares = [place for rank in range(world) for place in resumed.locations(later, rank)]
             assert Counter(shares) == Counter(batches[later])
     assert planned(config).locations(step) == batches[step], "also without a position"
-    if saved["rows"] + 1 < size:
+    (place,) = saved
+    if place["rows"] + 1 < size:
         other = planned(config)
-        other.restore(step, {**saved, "rows": saved["rows"] + 1})
+        other.restore(step, [{**place, "rows": place["rows"] + 1}])
         assert other.locations(step) != batches[step], "control: another position"
 
 
@@ -192,7 +208,7 @@ def test_rows_of_two_windows_share_a_batch_and_none_is_repeated_on_another_rank(
     crossed = 0
     for step in range(20):
         data_rows, chosen = plans[0].chosen(step)
-        crossed += len(data_rows.bounds) > 2
+        crossed += pieces_of(data_rows) > 1
         batches = [plan.batch(step, rank) for rank, plan in enumerate(plans)]
         real = [int(micro.tokens) for batch in batches for micro in batch.micro_batches]
         assert sum(real) == batches[0].tokens == int(data_rows.lengths[chosen].sum())
@@ -206,7 +222,7 @@ def test_a_batch_may_hold_rows_of_several_windows(data: Path) -> None:
     shards = Stream(config_of(data)).shards
     is_long_first = (seed for seed in range(50) if shards[_first_shard(data, seed)].line < 50)
     plan = planned(config_of(data, seed=next(is_long_first), streaming_window=12, global_batch_size=6))
-    assert max(len(plan.chosen(step)[0].bounds) - 1 for step in range(12)) > 2
+    assert max(pieces_of(plan.chosen(step)[0]) for step in range(12)) > 2
     lines, step = Counter[int](), 0
     while plan.epochs(step) < 1.2:
         lines += Counter(map(line_of, plan.locations(step)))
@@ -240,8 +256,8 @@ def test_two_runs_share_a_cache_that_is_too_small_for_both(tmp_path: Path, monke
 def test_a_stop_does_not_wait_for_the_next_window(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, released = planned(config_of(data, packing=False)), Event()
     batches = plan.batches(0, 0)
-    opened = plan.stream.open
-    monkeypatch.setattr(plan.stream, "open", lambda window: (released.wait(60), opened(window))[1])
+    opened = stream_of(plan).open
+    monkeypatch.setattr(stream_of(plan), "open", lambda window: (released.wait(60), opened(window))[1])
     for _ in range(len(plan.rows) // 4):
         next(batches)
     began = time.monotonic()
@@ -253,7 +269,7 @@ def test_a_stop_does_not_wait_for_the_next_window(data: Path, monkeypatch: pytes
 def test_a_position_that_the_stream_does_not_have_is_refused(data: Path) -> None:
     plan = planned(config_of(data, streaming_window=600))
     with pytest.raises(TrainingError, match="the checkpoint is in window 10 of epoch 1, which has 1 now"):
-        plan.restore(50, {"epoch": 0, "window": 9, "rows": 17})
+        plan.restore(50, [{"epoch": 0, "window": 9, "rows": 17, "tokens": 0}])
 
 
 def test_a_bad_row_is_refused_when_its_window_comes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,7 +299,7 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
         plan.agree(0, WithAnother(("another digest", None)))
     with pytest.raises(TrainingError, match="cannot be read: rank 1: no such file"):
         plan.agree(0, WithAnother(("", "no such file")))
-    plan.agree(0, WithAnother((plan.stream.open(Window(0, 0)).digest, None)))
+    plan.agree(0, WithAnother((stream_of(plan).open(Window(0, 0)).digest, None)))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +307,6 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
     [
         ({"max_steps": None}, "dataset_streaming=true needs max_steps"),
         ({"eval_share": 0.1}, "with eval_share.*eval_dataset_name"),
-        ({"mix": "mix.yaml", "dataset_name": None}, "with a mix"),
         ({"objective": "dpo"}, "with objective=dpo"),
         (
             {"streaming_window": 1, "global_batch_size": 40},
@@ -344,7 +359,7 @@ def test_the_start_says_what_is_promised_and_what_is_not(data: Path) -> None:
 def test_shards_in_the_cache_are_not_tokenised_again_and_damage_is_repaired(data: Path) -> None:
     config = config_of(data)
     before = planned(config)
-    folders = {path: path.stat().st_ino for path in before.stream.folder.glob("[0-9]*")}
+    folders = {path: path.stat().st_ino for path in stream_of(before).folder.glob("[0-9]*")}
     again = planned(config)
     assert {path: path.stat().st_ino for path in folders} == folders
     for path in folders:
