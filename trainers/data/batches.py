@@ -84,6 +84,11 @@ class TrainPlan:
         micro = rows // self.world
         return f"global_batch_size={micro * self.world} with per_device_train_batch_size={micro}"
 
+    @property
+    def held_rows(self) -> list[Rows]:
+        """The rows of the data that is read in full before the first step; of a mix with streams, source by source."""
+        return [self.rows]
+
     def _order_of(self, epoch: int) -> np.ndarray:
         known, order = self._order  # in one attribute, as the next batch is prepared by another thread
         if epoch != known:

@@ -316,6 +316,17 @@ def refuse_missing_numbers(config: TrainConfig, token_set: TokenSet) -> None:
             )
 
 
+def refuse_other_numbers(config: TrainConfig, first: TokenSet, documents: TokenSet) -> None:
+    """Raises `ConfigError` if later documents have an optional column that the first ones lack, or the reverse."""
+    for name, before, now in zip(config.objective_spec.columns, first.numbers.T, documents.numbers.T, strict=True):
+        if np.isnan(before[0]) != np.isnan(now[0]):
+            problem = (
+                "is there, and rows before lack it" if np.isnan(before[0]) else "is missing, and rows before have it"
+            )
+            column = config.columns.get(name, name)
+            raise ConfigError(f"{documents.where(0)}: {column!r} {problem}; give it to all rows, or leave it out")
+
+
 def refuse_bad(report: Report, config: TrainConfig) -> None:
     """Raises `ConfigError` for bad rows under `bad_rows=refuse`, and for rows too long under `overlong=refuse`."""
     if report.bad and config.bad_rows == "refuse":

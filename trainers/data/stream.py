@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -72,13 +72,13 @@ class WindowSet(JoinedSet):
     Args:
         stream: the stream.
         window: which window.
-        parts: the documents of its shards.
+        shards: the documents of its shards by their numbers, of those that have any.
         report: of its shards.
     """
 
-    def __init__(self, stream: Stream, window: Window, parts: Sequence[TokenSet], report: Report):
-        super().__init__(parts, stream.fingerprint, report)
-        self.stream, self.window = stream, window
+    def __init__(self, stream: Stream, window: Window, shards: Mapping[int, TokenSet], report: Report):
+        super().__init__(list(shards.values()), stream.fingerprint, report)
+        self.stream, self.window, self.shards = stream, window, list(shards)
 
     @cached_property
     def digest(self) -> str:
@@ -209,7 +209,7 @@ class Stream:
         report = self._report(window, parts)
         refuse_bad(report, self.config)
         refuse_nothing(report, splits=True)
-        with_documents = [part for part in parts if len(part)]
+        with_documents = {number: part for number, part in zip(numbers, parts, strict=True) if len(part)}
         return WindowSet(self, window, with_documents, report)
 
     def _report(self, window: Window, parts: Iterable[TokenSet]) -> Report:

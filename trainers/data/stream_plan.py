@@ -19,8 +19,10 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.batches import Collective, TrainPlan, shuffled
 from trainers.data.cache import TokenSet
+from trainers.data.fill_cache import refuse_missing_numbers, refuse_other_numbers
 from trainers.data.gathered import GatheredSet
 from trainers.data.mix import MixedSet, Passes, SourceOrder
+from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.rows import Rows
 from trainers.data.stream import Window, WindowSet
 from trainers.data.stream_rows import HeldRows, SourceRows, StreamedRows
@@ -46,7 +48,7 @@ class StreamPlan(TrainPlan):
         parts = first.parts if isinstance(first, MixedSet) else [first]
         self.mix = first.mix if isinstance(first, MixedSet) else None
         self.source_order = SourceOrder([1] if self.mix is None else self.mix.shares())
-        rows = make_rows(first)
+        self._first, rows = first, make_rows(first)
         stop = min(config.max_steps, config.stop_at_step or config.max_steps) * config.global_batch_size
         stops, pool = self.source_order.counts(stop).tolist(), ThreadPoolExecutor(1, thread_name_prefix="windows")
         self._make_rows, self._fingerprint, self.sources = make_rows, first.fingerprint, list[SourceRows]()
@@ -68,7 +70,21 @@ class StreamPlan(TrainPlan):
         super().__init__(rows, config, data_parallel_size)
 
     def _check(self, documents: TokenSet) -> None:
+        """Raises ConfigError for a further window that the run cannot train on."""
+        refuse_missing_numbers(self.config, documents)
+        refuse_missing_columns(self.config, documents)
+        refuse_other_numbers(self.config, self._first, documents)
         self.check(documents)
+
+    @property
+    def held_rows(self) -> list[Rows]:
+        """The rows of the sources that are read in full before the first step."""
+        return [source.rows for source in self.sources if isinstance(source, HeldRows)]
+
+    @property
+    def streamed_rows(self) -> list[StreamedRows]:
+        """The rows of the streams."""
+        return [source for source in self.sources if isinstance(source, StreamedRows)]
 
     def rows_of_epoch(self) -> int:
         """Rows of an epoch, an estimate by the first window of each stream."""

@@ -3,7 +3,7 @@ pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
@@ -128,6 +128,7 @@ class StreamedRows:
         begin = Window(0, 0)
         self._starts = {begin: _Start(0, 0)}
         self._agreed, self._agreed_rows = begin, 0
+        self._references: Mapping[int, np.ndarray] | None = None
         ready = Future[_Read]()
         ready.set_result(_Read(rows, order(rows, first.window), first))
         self._read = {first.window: ready}
@@ -136,7 +137,29 @@ class StreamedRows:
         documents = self.stream.open(window)
         self._check(documents)
         rows = self._make_rows(documents)
+        if self._references is not None:
+            if missing := {*documents.shards} - self._references.keys():
+                raise TrainingError(
+                    f"log-probabilities under the initial model are known of {len(self._references):,} shards of "
+                    f"{self.stream.label}, and not of shard {min(missing)}: they were computed of the rows that max_steps "
+                    "was to read when the run started; restore it, or start anew"
+                )
+            rows.reference = np.concatenate([self._references[shard] for shard in documents.shards])
         return _Read(rows, self._order(rows, window), documents)
+
+    def windows(self, ranks: Collective, beat: Callable[[], None]) -> Iterator[tuple[WindowSet, Rows]]:
+        """The windows that the run reads, from the first one on, and the rows of each. Collective."""
+        window = Window(0, 0)
+        while (start := self._starts[window].rows) < self._stop:
+            self.agree(start + 1, ranks, beat)
+            read = self._window(window)
+            yield read.documents, read.rows
+            window = self.stream.after(window)
+
+    def set_references(self, references: Mapping[int, np.ndarray]) -> None:
+        """Sets the log-probability `[documents]` of each document under the initial model, by shard."""
+        with self._lock:
+            self._references, self._read = references, {}
 
     def _reading(self, window: Window) -> Future[_Read]:
         """A window that is tokenised, or being tokenised by another thread."""
@@ -215,7 +238,7 @@ class StreamedRows:
                     beat()
                 read = self._window(window)
                 digest = read.documents.digest
-            except (ConfigError, OSError) as problem:
+            except (ConfigError, TrainingError, OSError) as problem:
                 error = problem
             outcomes = ranks.gather((digest, None if error is None else str(error)))
             name = f"window {window.number + 1} of epoch {window.epoch + 1} of {self.stream.label}"
