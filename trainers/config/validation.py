@@ -264,8 +264,9 @@ def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
         return []
     rules: list[tuple[bool, str, str]] = [
         (config.max_steps is None, "needs max_steps: the length of an epoch is not known before it is read", ""),
-        (config.eval_share > 0, "with eval_share: rows are held out of data that is read in full",
-         "set eval_dataset_name"),
+        (config.eval_share > 0 and config.max_eval_samples is None,
+         "with eval_share needs max_eval_samples: the rows held out of a stream are as many as it is large",
+         "set it, or eval_dataset_name"),
         (config.objective_spec.mismatched,
          f"with objective={config.objective}, which compares with answers of examples from all over the data",
          "use loss_type=apo_zero_unpaired" if config.objective == "kto" else "name another objective"),

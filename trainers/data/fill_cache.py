@@ -103,7 +103,7 @@ def build_set(config: TrainConfig, split: Split, files: list[DataFile], folder: 
     shards = plan(files, config.sample_by, SHARD_BYTES, config.columns)
     formats = formats_of(config, shards)
     report = Report(dataset_of(config, split), split, sorted(set(formats.values())), len(files))
-    try:
+    with writing(folder.parent):
         writer = CacheWriter(folder)
         try:
             tasks = _tasks(shards, files, formats, writer.temporary)
@@ -112,11 +112,23 @@ def build_set(config: TrainConfig, split: Split, files: list[DataFile], folder: 
             writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
             writer.discard()
+    return read_back(folder, fingerprint)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises `ConfigError` if tokens cannot be written to a folder."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"cannot write tokenized data to {folder.parent}: {reason}; free space there, or set cache_dir"
+            f"cannot write tokenized data to {folder}: {reason}; free space there, or set cache_dir"
         ) from None
+
+
+def read_back(folder: Path, fingerprint: str) -> TokenSet:
+    """The documents that were just published; raises `ConfigError` if they cannot be read."""
     token_set = open_cache(folder, fingerprint)
     if token_set is None:
         raise ConfigError(f"tokenized data in {folder} cannot be read back; check the disk, or set cache_dir")

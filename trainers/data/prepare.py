@@ -131,6 +131,8 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
         return _tokenise_sources(config, mix, split)
     if split == "train" and config.dataset_streaming:
         return Stream(config).open(*_resumed_windows(config, 1))
+    if config.dataset_streaming and config.eval_dataset_name is None:
+        return Stream(config.model_copy(update={"max_train_samples": None})).held_out()
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
     folder = cache_dir(config) / fingerprint

@@ -37,6 +37,7 @@ from trainers.data.fill_cache import (
     options_of,
     refuse_bad,
     refuse_nothing,
+    writing,
 )
 from trainers.data.joined import JoinedSet
 from trainers.data.local_copies import cache_dir
@@ -46,6 +47,7 @@ from trainers.data.remote import files_in_place, version_of
 from trainers.data.report import Report
 from trainers.data.shards import changed
 from trainers.data.sources import plan
+from trainers.data.stream_split import first_of_side, held_out_of_stream, selection_of_stream
 from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import TokenizeTask
 from trainers.data.workers import Pool
@@ -140,13 +142,45 @@ class Stream:
     def _plan(self) -> tuple[list[TokenizeTask], int]:
         shards = plan(self.files, self.config.sample_by, SHARD_BYTES, self.config.columns)
         rows, formats = sum(shard.rows for shard in shards), formats_of(self.config, shards)
-        shards = first_rows(shards, self.config.max_train_samples)
-        numbers = {file.path: number for number, file in enumerate(self.files)}
+        numbers, limit = {file.path: number for number, file in enumerate(self.files)}, self.config.max_train_samples
+        shards = first_rows(shards, None if self.config.eval_share else limit)
         tasks = [TokenizeTask([(shard, numbers[shard.file.path], formats[shard.file.path])], "") for shard in shards]
-        left_out = rows - sum(shard.rows for shard in shards)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if limit is not None and self.config.eval_share:
+            tasks = self._first_of_side(tasks, limit)
+        left_out = rows - sum(task.shards[0][0].rows for task in tasks)
         write_json(self.folder / _PLAN, {"tasks": [task.to_json() for task in tasks], "left_out": left_out})
         return tasks, left_out
+
+    def _first_of_side(self, tasks: list[TokenizeTask], limit: int) -> list[TokenizeTask]:
+        """The tasks with the first `limit` rows that are not held out."""
+        name = self.config.model_name_or_path
+        with writing(self.folder), tempfile.TemporaryDirectory(prefix="tmp-", dir=self.folder) as scratch:
+            parts = [replace(task, part=f"{scratch}/{number}") for number, task in enumerate(tasks)]
+            options = options_of(self.config, self._encoder)
+            with Pool(self._processes(len(tasks)), Path(scratch), self._encoder, options, name) as pool:
+                return first_of_side(pool, parts, self.config, False, limit)
+
+    def held_out(self) -> TokenSet:
+        """The evaluation data: the first `max_eval_samples` rows that `eval_share` holds out.
+
+        Raises:
+            ConfigError: as for `prepare`, or if no row is held out.
+        """
+        fingerprint, names = self._of_held_out, [file.display_name for file in self.files]
+        folder = self.folder.parent.parent / fingerprint
+        documents = open_cache(folder, fingerprint)
+        if documents is None:
+            with locked(folder, "eval"):
+                documents = open_cache(folder, fingerprint) or held_out_of_stream(
+                    self.config, self.tasks, names, folder, fingerprint, self._processes(len(self.tasks))
+                )
+        documents.rename_sources(self.config.training_data, names)
+        return documents
+
+    @property
+    def _of_held_out(self) -> str:
+        return _sha256([self._of_shards, "eval", self.config.max_eval_samples])
 
     def _of_today(self, task: TokenizeTask) -> TokenizeTask:
         """A planned task with the current path of its file: the plan identifies data by content."""
@@ -219,6 +253,8 @@ class Stream:
             report.merge(part.report)
             report.formats = sorted({*report.formats, *part.report.formats})
         report.ignored_files = self._ignored
+        if self.config.eval_share:
+            report.held_out = self.rows_in(window) - report.rows
         return report
 
     def _path(self, number: int) -> Path:
@@ -260,14 +296,18 @@ class Stream:
         )
         limit = max(0, self.limit - (processes + 1) * size)  # without those that are being written
         used = _make_room(self.folder.parent, limit, keep_folders)
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for leftover in self.folder.glob("tmp-*"):  # of a killed run: the caller holds the lock
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="tmp-", dir=self.folder) as scratch:
                 folder = Path(scratch)
                 tasks = [
-                    TokenizeTask([(self.shards[number], 0, self.tasks[number].shards[0][2])], f"{folder}/{number}")
+                    TokenizeTask(
+                        [(self.shards[number], 0, self.tasks[number].shards[0][2])],
+                        f"{folder}/{number}",
+                        selection_of_stream(self.config, held_out=False),
+                    )
                     for number in numbers
                 ]
                 progress_bar = Progress(f"tokenizing a window of {self.label}", total) if shows else nullcontext()
@@ -278,11 +318,6 @@ class Stream:
                         used += _bytes_of(self._path(number))
                         if used > limit:
                             used = _make_room(self.folder.parent, limit, keep_folders)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(
-                f"cannot write tokenized data to {self.folder}: {reason}; free space there, or set cache_dir"
-            ) from None
 
     def _processes(self, shards: int) -> int:
         return max(1, min(shards, self.config.dataset_num_proc or cores()))

@@ -140,9 +140,9 @@ class StreamedRows:
         if self._references is not None:
             if missing := {*documents.shards} - self._references.keys():
                 raise TrainingError(
-                    f"log-probabilities under the initial model are known of {len(self._references):,} shards of "
-                    f"{self.stream.label}, and not of shard {min(missing)}: they were computed of the rows that max_steps "
-                    "was to read when the run started; restore it, or start anew"
+                    f"shard {min(missing)} of {self.stream.label} has no log-probabilities under the initial model: they "
+                    "were computed of the rows that max_steps was to read when the run started; restore it, or start "
+                    "anew"
                 )
             rows.reference = np.concatenate([self._references[shard] for shard in documents.shards])
         return _Read(rows, self._order(rows, window), documents)

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.data import stream
+from trainers.data import stream, stream_split
 from trainers.data.gathered import GatheredSet
-from trainers.data.prepare import cached, prepare
+from trainers.data.prepare import cached, prepare, prepare_splits
 from trainers.data.rows import Rows
 from trainers.data.stream import Stream, Window, WindowSet, stream_lines
 from trainers.data.stream_plan import StreamPlan
@@ -306,8 +306,10 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
     ("changes", "problem"),
     [
         ({"max_steps": None}, "dataset_streaming=true needs max_steps"),
-        ({"eval_share": 0.1}, "with eval_share.*eval_dataset_name"),
-        ({"objective": "dpo"}, "with objective=dpo"),
+        ({"eval_share": 0.1}, "with eval_share needs max_eval_samples.*eval_dataset_name"),
+        ({"eval_share": 1e-9, "max_eval_samples": 5}, "eval_share=1e-09 holds out no row of the stream"),
+        ({"objective": "kto"}, "with objective=kto.*loss_type=apo_zero_unpaired"),
+        ({"objective": "distill", "teacher_log_probs": "recorded"}, "with teacher_log_probs, which were recorded"),
         (
             {"streaming_window": 1, "global_batch_size": 40},
             "streaming_window=1 gives .* at first.*make it larger",
@@ -317,8 +319,13 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
     ],
 )
 def test_what_does_not_fit_a_stream_is_refused(data: Path, changes: dict[str, Any], problem: str) -> None:
+    def start() -> None:
+        config = config_of(data, **{"packing": False, **changes})
+        prepare_splits(config)
+        planned(config)
+
     with pytest.raises(ConfigError, match=problem):
-        planned(config_of(data, **{"packing": False, **changes}))
+        start()
 
 
 def test_data_that_is_held_whole_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +387,37 @@ def test_a_limit_of_rows_is_a_limit_of_the_stream(data: Path) -> None:
         step += 1
     assert {*lines} == {*range(1, 131)}
     assert any("170 rows left out by max_train_samples" in line for line in plan.rows.documents.report.lines())
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(12, None), (5, 130)])
+def test_rows_are_held_out_by_the_rule_of_data_that_is_read_in_full(data: Path, limit: int, rows: int | None) -> None:
+    changes = {"eval_share": 0.1, "max_eval_samples": limit, "max_train_samples": rows, "packing": False}
+    config = config_of(data, **changes)
+    in_full = config.model_copy(update={"dataset_streaming": False})
+    train, evaluation = prepare(in_full, "train"), prepare(config, "eval")
+    expected = prepare(in_full, "eval")
+    assert [evaluation.where(index) for index in range(limit)] == [expected.where(index) for index in range(limit)]
+    assert len(evaluation) == len(expected) == limit
+    plan, lines, step = planned(config), list[int](), 0
+    while plan.epochs(step) < 1:
+        lines += map(line_of, plan.locations(step))
+        step += 1
+    assert {*lines} == {line_of(train.where(index)) for index in range(len(train))}
+    assert not {*lines} & {line_of(evaluation.where(index)) for index in range(limit)}
+    assert plan.rows.documents.report.held_out > 0  # type: ignore[attr-defined]
+    other = prepare(config.model_copy(update={"seed": 5}), "eval")
+    assert other.where(0) != evaluation.where(0) or other.where(1) != evaluation.where(1), "control: another seed"
+
+
+def test_rows_are_hashed_only_until_enough_are_held_out(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = list[str]()
+    read = stream_split.np.fromfile
+    monkeypatch.setattr(
+        stream_split.np, "fromfile", lambda path, dtype: (hashed.append(path.name), read(path, dtype))[1]
+    )
+    stream_of_all = Stream(config_of(data, eval_share=0.1, max_eval_samples=3))
+    assert len(stream_of_all.held_out()) == 3
+    assert 0 < len(hashed) < len(stream_of_all.shards) / 2
 
 
 def test_data_that_moves_is_the_same_stream(data: Path, tmp_path: Path) -> None:
