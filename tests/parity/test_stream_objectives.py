@@ -36,7 +36,8 @@ def data(kind: str) -> str:
 
     def write(folder: Path) -> None:
         note = "x" * ((1 << 20) // (ROWS_OF_A_SHARD - 1))
-        lines = (PREFERENCES_DIR / "train.jsonl").read_text().splitlines()[: ROWS_OF_A_SHARD * SHARDS]
+        lines = sorted((PREFERENCES_DIR / "train.jsonl").read_text().splitlines(), key=len)
+        lines = lines[: ROWS_OF_A_SHARD * SHARDS]
         with (folder / "rows.jsonl").open("w") as file:
             for line in lines:
                 row = json.loads(line)
@@ -56,8 +57,8 @@ def streamed(objective: str, **changes: Any) -> dict[str, Any]:
     return {
         "objective": objective, "dataset_name": data(kind), "eval_dataset_name": "none", "max_eval_samples": None,
         "max_train_samples": None, "dataset_streaming": True, "streaming_window": 2 * ROWS_OF_A_SHARD,
-        "max_length": 96, "overlong": "drop", "global_batch_size": 6, "per_device_train_batch_size": 1,
-        "learning_rate": 2e-4, "packing": True, **own, **OPTIONS[objective], **changes,
+        "max_length": 128, "overlong": "drop", "global_batch_size": 6, "per_device_train_batch_size": 1,
+        "learning_rate": 2e-4, "packing": False, **own, **OPTIONS[objective], **changes,
     }  # fmt: skip
 
 

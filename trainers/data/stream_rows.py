@@ -140,8 +140,8 @@ class StreamedRows:
         if self._references is not None:
             if missing := {*documents.shards} - self._references.keys():
                 raise TrainingError(
-                    f"shard {min(missing)} of {self.stream.label} has no log-probabilities under the initial model: they "
-                    "were computed of the rows that max_steps was to read when the run started; restore it, or start "
+                    f"shard {min(missing)} of {self.stream.label} has no log-probabilities under the initial model: "
+                    "they were computed of the rows that max_steps was to read at the start; restore it, or start "
                     "anew"
                 )
             rows.reference = np.concatenate([self._references[shard] for shard in documents.shards])
