@@ -162,7 +162,7 @@ def config_of(config: TrainConfig, source: Source) -> TrainConfig:
     chosen = {name: value for name in _OWN if (value := getattr(source, name)) is not None}
     if source.loss is not None:
         chosen["assistant_only_loss"] = source.loss == "assistant"
-    if source.streaming is not None:
+    if source.streaming is not None and not config.eval_only:
         chosen["dataset_streaming"] = source.streaming
     values = {**config.model_dump(), "mix": None, "max_train_samples": source.limit, **chosen}
     try:

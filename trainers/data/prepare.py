@@ -98,7 +98,7 @@ def _tokenise_sources(config: TrainConfig, mix: Mix, split: Split) -> MixedSet:
         of_source = config_of(config, source)
         try:
             if split == "train" and of_source.dataset_streaming:
-                parts.append(Stream(of_source, source.label, streams).open(window))
+                parts.append(Stream(of_source, source.label, streams).open_first(window))
             else:
                 parts.append(tokenised(of_source, split))
         except ConfigError as error:
@@ -130,7 +130,7 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
     if mix := mix_of(config, split):
         return _tokenise_sources(config, mix, split)
     if split == "train" and config.dataset_streaming:
-        return Stream(config).open(*_resumed_windows(config, 1))
+        return Stream(config).open_first(*_resumed_windows(config, 1))
     if config.dataset_streaming and config.eval_dataset_name is None:
         return Stream(config.model_copy(update={"max_train_samples": None})).held_out()
     files = resolve(config, split)

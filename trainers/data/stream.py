@@ -246,6 +246,10 @@ class Stream:
         with_documents = {number: part for number, part in zip(numbers, parts, strict=True) if len(part)}
         return WindowSet(self, window, with_documents, report)
 
+    def open_first(self, window: Window) -> WindowSet:
+        """The documents of a window; of the first one if there is none of that number, which a resume refuses later."""
+        return self.open(window if window.number < len(self.windows(window.epoch)) else Window(0, 0))
+
     def _report(self, window: Window, parts: Iterable[TokenSet]) -> Report:
         name = f"{self.config.training_data} (window {window.number + 1} of {len(self.windows(window.epoch))})"
         report = Report(name, "train", [], len(self.files), left_out=self.left_out)

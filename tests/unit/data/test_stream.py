@@ -27,6 +27,8 @@ from trainers.data.stream import Stream, Window, WindowSet, stream_lines
 from trainers.data.stream_plan import StreamPlan
 from trainers.data.stream_rows import StreamedRows
 from trainers.run.errors import TrainingError
+from trainers.run.folder import write_json
+from trainers.run.manifest import FORMAT, seal
 from trainers.tools.preflight import describe_plan, plan_training
 
 MIB = 1 << 20
@@ -270,6 +272,34 @@ def test_a_position_that_the_stream_does_not_have_is_refused(data: Path) -> None
     plan = planned(config_of(data, streaming_window=600))
     with pytest.raises(TrainingError, match="the checkpoint is in window 10 of epoch 1, which has 1 now"):
         plan.restore(50, [{"epoch": 0, "window": 9, "rows": 17, "tokens": 0}])
+
+
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_resume_tokenises_from_the_window_where_it_stands(data: Path, tmp_path: Path, readable: bool) -> None:
+    config, step = config_of(data, packing=False), 50
+    plan = planned(config)
+    walk(plan, step)
+    batches, position = [plan.locations(later) for later in range(step, step + 9)], plan.position(step)
+    assert position[0]["window"] >= 2
+    folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    manifest: dict[str, Any] = {
+        "format": FORMAT, "step": step, "world": 1, "base": "", "data_fingerprint": "", "config": {}, "files": {},
+        "progress": {"stream": position}, "tensors": {}, "versions": {},
+    }  # fmt: skip
+    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest) if readable else "damaged"})
+    changes = {
+        "resume_from_checkpoint": "auto",
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "new"),
+    }
+    resumed = planned(config.model_copy(update=changes))
+    resumed.restore(step, position)
+    assert [resumed.locations(later) for later in range(step, step + 9)] == batches
+    stream = stream_of(resumed)
+    tokenised = {int(path.name) for path in stream.folder.glob("[0-9]*") if not path.suffix}
+    first = {*stream.windows(0)[0]}
+    assert (not tokenised & first) == readable, "control: a checkpoint that cannot be read says nothing"
 
 
 def test_a_bad_row_is_refused_when_its_window_comes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
