@@ -52,6 +52,7 @@ from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import TokenizeTask
 from trainers.data.workers import Pool
 from trainers.run.folder import read_json, write_json
+from trainers.run.process_limits import open_more_files
 
 SHARD_BYTES = 1 << 20
 """Least bytes of a shard, the unit in which the order of an epoch is shuffled."""
@@ -101,6 +102,7 @@ class Stream:
     """
 
     def __init__(self, config: TrainConfig, label: str = _LABEL, beside: list[Stream] | None = None):
+        open_more_files()  # the arrays of the shards in use stay open
         self.config, self.label = config, label
         self.files, self._ignored = files_in_place(config)
         self._versions = {file.path: (file.size, file.digest) if is_url(file.path) else version_of(file)

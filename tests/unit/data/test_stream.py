@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.data import stream, stream_split
+from trainers.data import cache, stream, stream_split
 from trainers.data.gathered import GatheredSet
 from trainers.data.prepare import cached, prepare, prepare_splits
 from trainers.data.rows import Rows
@@ -407,6 +409,23 @@ def test_shards_in_the_cache_are_not_tokenised_again_and_damage_is_repaired(data
     for plan in (again, repaired):
         ours, theirs = plan.batch(0, 0).micro_batches[0], before.batch(0, 0).micro_batches[0]
         assert np.array_equal(ours.input_ids.numpy(), theirs.input_ids.numpy())
+
+
+def test_a_window_of_many_shards_does_not_run_out_of_open_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(data, streaming_window=999)
+    prepare(config, "train")
+    monkeypatch.setattr(cache, "_MAPPED", 1)  # as of large shards
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 50
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        assert len(prepare(config, "train")) == 300
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        monkeypatch.setattr(stream, "open_more_files", lambda: None)
+        with pytest.raises(ConfigError, match=r"Too many open files; raise the limit \(ulimit -n\)"):
+            prepare(config, "train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_limit_of_rows_is_a_limit_of_the_stream(data: Path) -> None:
