@@ -64,8 +64,8 @@ def contents_of(open_raw: OpenRaw, name: str, display_name: str, version: list[A
         blank = b"\r\n" if suffix in (".csv", ".tsv") else b" \t\r\n"  # a row may end with empty columns
         for piece in pieces:
             digest.update(piece)
-            if kept := len(piece.rstrip(blank)):
-                end = size + kept
+            if filled := len(piece.rstrip(blank)):
+                end = size + filled
             size += len(piece)
     contents = Contents(end, suffix, digest.hexdigest())
     index.parent.mkdir(parents=True, exist_ok=True)
@@ -96,14 +96,14 @@ class PackedFile(io.RawIOBase):
 
     def _begin(self) -> None:
         self._stack.close()
-        self._at, self._rest = 0, b""
+        self._at, self._buffered = 0, b""
         _, self._pieces = _pieces(self._open_raw, self._data_file.name, self._data_file.display_name, self._stack)
 
     def readinto(self, buffer: Any) -> int:
         """Reads from the current position."""
-        if not self._rest:
-            self._rest = next(self._pieces, b"")
-        piece, self._rest = self._rest[: len(buffer)], self._rest[len(buffer) :]
+        if not self._buffered:
+            self._buffered = next(self._pieces, b"")
+        piece, self._buffered = self._buffered[: len(buffer)], self._buffered[len(buffer) :]
         buffer[: len(piece)] = piece
         self._at += len(piece)
         return len(piece)
@@ -114,11 +114,11 @@ class PackedFile(io.RawIOBase):
         if target < self._at:
             self._begin()
         while self._at < target:
-            self._rest = self._rest or next(self._pieces, b"")
-            if not self._rest:
+            self._buffered = self._buffered or next(self._pieces, b"")
+            if not self._buffered:
                 break
-            skipped = min(len(self._rest), target - self._at)
-            self._rest, self._at = self._rest[skipped:], self._at + skipped
+            skipped = min(len(self._buffered), target - self._at)
+            self._buffered, self._at = self._buffered[skipped:], self._at + skipped
         return self._at
 
     def tell(self) -> int:

@@ -41,7 +41,7 @@ def first_of_side(
         held_out: the side.
         limit: rows; later shards are not read.
     """
-    selection, chosen, found = selection_of_stream(config, held_out), list[np.ndarray](), 0
+    selection, chosen, count = selection_of_stream(config, held_out), list[np.ndarray](), 0
     hashing = [replace(task, hashes_with=config.seed) for task in tasks]
     total = sum(shard.rows for task in tasks for shard, _, _ in task.shards)
     with Progress("choosing the rows held out", total) as progress:
@@ -49,8 +49,8 @@ def first_of_side(
             hashes = np.fromfile(task.hashes, dtype=np.uint64)
             task.hashes.unlink()
             chosen.append((hashes < selection.threshold) == held_out)
-            found += int(chosen[-1].sum())
-            if found >= limit:
+            count += int(chosen[-1].sum())
+            if count >= limit:
                 break
     read = tasks[: len(chosen)]
     shards = first_rows([task.shards[0][0] for task in read], limit, np.concatenate([*chosen, np.zeros(0, dtype=bool)]))

@@ -160,7 +160,7 @@ def test_ranks_agree_on_each_window_of_each_stream_once(folder: Path) -> None:
 
 def test_the_run_decides_for_sources_that_do_not_say(folder: Path) -> None:
     every = config_of(folder, streaming={"held": False}, dataset_streaming=True)
-    assert [found.label for found in streams_of(prepare(every, "train"))] == ["streamed", "small"]
+    assert [source.label for source in streams_of(prepare(every, "train"))] == ["streamed", "small"]
     assert cached(every, "train") is not None
     assert [file.name for file in files_of(every, "train")] == [f"{name}.jsonl" for name in ROWS]
     none = config_of(folder, streaming={})

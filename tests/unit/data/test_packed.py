@@ -51,12 +51,12 @@ def jsonl(end: str = "\n\n  \n") -> bytes:
 
 def documents(config: TrainConfig) -> list[tuple[str, bytes]]:
     """Line and tokens of every document of the first epoch, sorted."""
-    reading, found = Stream(config), list[tuple[str, bytes]]()
+    reading, listed = Stream(config), list[tuple[str, bytes]]()
     for number in range(len(reading.windows(0))):
         window = reading.open(Window(0, number))
-        found += [(window.where(index).rpartition(":")[2], window.document(index)[0].tobytes())
+        listed += [(window.where(index).rpartition(":")[2], window.document(index)[0].tobytes())
                   for index in range(len(window))]  # fmt: skip
-    return sorted(found)
+    return sorted(listed)
 
 
 def copies(cache: Path) -> list[Path]:
@@ -101,14 +101,14 @@ def test_a_tar_is_read_as_its_rows(tmp_path: Path) -> None:
                 member.size = len(row["text"])
                 tar.addfile(member, io.BytesIO(row["text"].encode()))
 
-    found = []
+    listed = []
     for name, mode in (("rows.tar", "w"), ("rows.tgz", "w:gz"), ("rows.tar.xz", "w:xz")):
         write(tmp_path / name, mode)
-        found.append(documents(configured(str(tmp_path / name), tmp_path / "cache", streaming_window=10**6)))
+        listed.append(documents(configured(str(tmp_path / name), tmp_path / "cache", streaming_window=10**6)))
     assert not copies(tmp_path / "cache")
     in_full = prepare(configured(str(tmp_path / name), tmp_path / "cache", dataset_streaming=False), "train")
     places = [in_full.where(index).rpartition(":")[2] for index in range(ROWS)]
-    assert found == 3 * [sorted((place, in_full.document(index)[0].tobytes()) for index, place in enumerate(places))]
+    assert listed == 3 * [sorted((place, in_full.document(index)[0].tobytes()) for index, place in enumerate(places))]
     assert copies(tmp_path / "cache"), "control: data that is read in full has a copy"
 
 
