@@ -63,8 +63,8 @@ def test_a_rank_is_killed_in_a_mix_with_a_stream(home: Path, undisturbed: Undist
     expected, fault = undisturbed("ddp", **options), noted("a rank is killed (a stream in a mix)", "ddp")
     run = detached(home, "mine", 2, strategy="ddp", **{**OPTIONS, **options})
     until(lambda: state_of(run) == "running" and saved(run) >= 2 * INTERVAL and step_of(run) > 2 * INTERVAL)
-    place = read_manifest(max(run.checkpoints.glob("step-" + "[0-9]" * 8)))["progress"]["stream"][0]
-    assert (place["epoch"], place["window"]) > (0, 0)
+    position = read_manifest(max(run.checkpoints.glob("step-" + "[0-9]" * 8)))["progress"]["stream"][0]
+    assert (position["epoch"], position["window"]) > (0, 0)
     os.kill(pid_of(run, "rank", 1), signal.SIGKILL)
     fault.at()
     exact(run, expected, replays=INTERVAL)

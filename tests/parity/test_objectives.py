@@ -100,12 +100,12 @@ def plain_dpo(
         losses = []
         for pair in members.reshape(-1, 2):
             documents = [plan.rows.documents.document(int(member)) for member in pair]
-            place = plan.rows.documents.where(int(pair[0]))
-            if moves or place not in references:
+            line = plan.rows.documents.where(int(pair[0]))
+            if moves or line not in references:
                 with torch.no_grad():
                     before = [log_prob(model if moves else initial, *document) for document in documents]
-                references[place] = before
-            before = references[place]
+                references[line] = before
+            before = references[line]
             now = [log_prob(model, *document) for document in documents]
             losses.append(loss(now[0] - before[0], now[1] - before[1]))
         return torch.stack(losses).mean()

@@ -117,7 +117,7 @@ def _resumed_windows(config: TrainConfig, sources: int) -> list[Window]:
         return first
     try:
         positions = read_manifest(folder)["progress"]["stream"]
-        windows = [Window(place["epoch"], place["window"]) if place else Window(0, 0) for place in positions]
+        windows = [Window(saved["epoch"], saved["window"]) if saved else Window(0, 0) for saved in positions]
     except (OSError, ValueError, KeyError, TypeError):  # the ranks report what is wrong with it
         return first
     return windows if len(windows) == sources else first

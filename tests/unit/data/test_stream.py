@@ -170,10 +170,10 @@ def test_a_batch_is_a_function_of_the_step_and_what_a_checkpoint_holds(
             shares = [place for rank in range(world) for place in resumed.locations(later, rank)]
             assert Counter(shares) == Counter(batches[later])
     assert planned(config).locations(step) == batches[step], "also without a position"
-    (place,) = saved
-    if place["rows"] + 1 < size:
+    (only,) = saved
+    if only["rows"] + 1 < size:
         other = planned(config)
-        other.restore(step, [{**place, "rows": place["rows"] + 1}])
+        other.restore(step, [{**only, "rows": only["rows"] + 1}])
         assert other.locations(step) != batches[step], "control: another position"
 
 
