@@ -22,7 +22,7 @@ from trainers.data.cache import TokenSet
 from trainers.data.fill_cache import refuse_missing_numbers, refuse_other_numbers
 from trainers.data.gathered import GatheredSet
 from trainers.data.mix import MixedSet, Passes, SourceOrder
-from trainers.data.rollouts import refuse_missing_columns
+from trainers.data.rollouts import refuse_missing_columns, refuse_other_columns
 from trainers.data.rows import Rows
 from trainers.data.stream import Window, WindowSet
 from trainers.data.stream_rows import HeldRows, SourceRows, StreamedRows
@@ -74,6 +74,8 @@ class StreamPlan(TrainPlan):
         refuse_missing_numbers(self.config, documents)
         refuse_missing_columns(self.config, documents)
         refuse_other_numbers(self.config, self._first, documents)
+        if self.config.objective_spec.samples:
+            refuse_other_columns(self.config, self._first, documents, ("first", "further"))
         self.check(documents)
 
     @property
