@@ -433,6 +433,8 @@ def stream_lines(documents: TokenSet) -> list[str]:
             f"{config.streaming_window:,} rows or a little more, which are tokenized ahead and take at most "
             f"{config.streaming_cache:,} MiB on disk" + " with those of the other streams" * (len(streams) > 1)
         )
+        if packed := sum(file.content_size is not None for file in stream.files):
+            lines.append(f"{packed:,} of its files are compressed: each shard is read from the beginning of its file")
     if streams:
         lines.append(
             "streaming does not promise: the steps of an epoch before it is read (max_steps decides), a shuffle of all "
