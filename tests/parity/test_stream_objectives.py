@@ -12,7 +12,7 @@ import pytest
 from tests.launching import Finished, launch, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume
-from tests.parity.runs import config, curve, mostly_long, options, run
+from tests.parity.runs import config, curve, options, run
 from tests.parity.test_distill import teacher
 from tests.parity.test_objectives import plain_dpo
 from tests.shared import once
@@ -71,7 +71,8 @@ def plainly(window: int) -> plain.Curve:
     return plain_dpo(config("full", **streamed("dpo", streaming_window=window)))
 
 
-@pytest.mark.parametrize("name", mostly_long(["ddp", "single", "fsdp2", "zero3", "tp", "sp"], ["ddp"]))
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["ddp", "single", "fsdp2", "zero3", "tp", "sp"])
 def test_dpo_on_a_stream_trains_the_model_of_plain_pytorch(name: str) -> None:
     finished = trained(name, "dpo")
     assert curve(finished).agrees(plainly(2 * ROWS_OF_A_SHARD))
@@ -80,6 +81,7 @@ def test_dpo_on_a_stream_trains_the_model_of_plain_pytorch(name: str) -> None:
         assert not curve(finished).agrees(plainly(ROWS_OF_A_SHARD)), "control: another window"
 
 
+@pytest.mark.long
 def test_dpo_goes_on_bit_for_bit_and_no_further_than_its_reference(tmp_path: Path) -> None:
     undisturbed = trained("ddp", "dpo")
     again = options("full", **streamed("dpo"), resume_from_checkpoint=str(undisturbed.checkpoints[0]))

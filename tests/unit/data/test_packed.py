@@ -16,6 +16,7 @@ import pytest
 import zstandard
 
 from tests.fake_hub import FakeHub
+from tests.parity.runs import mostly_long
 from tests.unit.data.test_remote import configured, hub, url_of
 from tests.unit.data.test_stream import texts
 from trainers.config.mistakes import ConfigError
@@ -70,7 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes]]:
     return documents(configured(str(folder / "rows.jsonl"), folder / "cache", streaming_window=10**6))
 
 
-@pytest.mark.parametrize("suffix", PACK)
+@pytest.mark.parametrize("suffix", mostly_long(PACK, [".gz", ".zst"]))
 def test_a_compressed_file_has_the_rows_of_the_plain_one(
     suffix: str, plain: list[tuple[str, bytes]], tmp_path: Path
 ) -> None:
@@ -112,6 +113,7 @@ def test_a_tar_is_read_as_its_rows(tmp_path: Path) -> None:
     assert copies(tmp_path / "cache"), "control: data that is read in full has a copy"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "content"),
     [

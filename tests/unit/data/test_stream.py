@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.parity.runs import mostly_long
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
@@ -276,7 +277,7 @@ def test_a_position_that_the_stream_does_not_have_is_refused(data: Path) -> None
         plan.restore(50, [{"epoch": 0, "window": 9, "rows": 17, "tokens": 0}])
 
 
-@pytest.mark.parametrize("readable", [True, False])
+@pytest.mark.parametrize("readable", mostly_long([True, False], [True]))
 def test_a_resume_tokenises_from_the_window_where_it_stands(data: Path, tmp_path: Path, readable: bool) -> None:
     config, step = config_of(data, packing=False), 50
     plan = planned(config)
@@ -438,7 +439,7 @@ def test_a_limit_of_rows_is_a_limit_of_the_stream(data: Path) -> None:
     assert any("170 rows left out by max_train_samples" in line for line in plan.rows.documents.report.lines())
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(12, None), (5, 130)])
+@pytest.mark.parametrize(("limit", "rows"), mostly_long([(12, None), (5, 130)], [(5, 130)]))
 def test_rows_are_held_out_by_the_rule_of_data_that_is_read_in_full(data: Path, limit: int, rows: int | None) -> None:
     changes = {"eval_share": 0.1, "max_eval_samples": limit, "max_train_samples": rows, "packing": False}
     config = config_of(data, **changes)
