@@ -60,10 +60,10 @@ def measured_here(data: Path, cache: Path, workers: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def own_memory(process: psutil.Process) -> float:
-    """Anonymous resident memory of a process and its descendants in MiB."""
+def own_memory(process: psutil.Process, alone: bool = False) -> float:
+    """Anonymous resident memory of a process and, unless `alone`, its descendants in MiB."""
     total = 0
-    for member in [process, *process.children(recursive=True)]:
+    for member in [process, *([] if alone else process.children(recursive=True))]:
         with contextlib.suppress(psutil.Error, OSError, IndexError):
             status = Path(f"/proc/{member.pid}/status").read_text()
             total += int(status.partition("RssAnon:")[2].split()[0])

@@ -16,10 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainers.data.local_copies import cache_dir
 from trainers.data.rows import Rows
+from trainers.data.stream_plan import StreamPlan
+from trainers.data.stream_rows import StreamedRows
 from trainers.evaluation import reference_log_probs
 from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.run.compatibility import PLACES, versions
@@ -65,20 +68,58 @@ def set_reference(context: TrainContext, strategy: Strategy, folder: Path | None
         TrainingError: on every rank, if the checkpoint lacks the values of this data.
     """
     saved = context.checkpoints.extra_tensors(folder) if folder else {}
-    of_splits = [(context.plan.rows, "dataset_name"), (context.eval_rows, "eval_dataset_name")]
+    of_splits: list[tuple[Rows | None, str]] = [(rows, "dataset_name") for rows in context.plan.held_rows]
+    of_splits += [(context.eval_rows, "eval_dataset_name")]
     of_splits += [(rows.mismatched, option) for rows, option in of_splits if rows is not None]
     for rows, option in of_splits:
         if rows is None:
             continue
         name = f"reference.{rows.documents.fingerprint[:16]}"
         if folder and name not in saved:
-            raise TrainingError(
-                f"{folder} holds no log-probabilities of this data under the initial model, and its own model is "
-                f"trained: {option} must be what the run started with"
-            )
+            raise _unknown(folder, option)
         values = saved[name] if folder else _computed(context, strategy, rows)
         context.checkpoints.extra[name] = values
         rows.reference = values.numpy()
+    if isinstance(context.plan, StreamPlan):
+        for stream in context.plan.streamed_rows:
+            _set_of_stream(context, stream, folder, saved)
+
+
+def _unknown(folder: Path, option: str) -> TrainingError:
+    return TrainingError(
+        f"{folder} holds no log-probabilities of this data under the initial model, and its own model is "
+        f"trained: {option} must be what the run started with"
+    )
+
+
+def _set_of_stream(
+    context: TrainContext, stream: StreamedRows, folder: Path | None, saved: dict[str, torch.Tensor]
+) -> None:
+    """Sets the values of all rows of a stream that the run reads, window after window; a shard is computed once.
+
+    A checkpoint holds them as `[documents]`, and as `[shards, 2]` the number of each shard and its documents.
+    """
+    name, began = f"reference.{stream.stream.fingerprint[:16]}", time.perf_counter()
+    names = (name, f"{name}.shards")
+    if folder and not {*names} <= saved.keys():
+        raise _unknown(folder, "dataset_name")
+    if folder:
+        of_shards, documents = saved[names[1]].T.tolist()
+        parts = dict(zip(of_shards, saved[name].split(documents), strict=True))
+    else:
+        parts, beat = dict[int, torch.Tensor](), partial(context.heartbeat.at, step=0)
+        for window, rows in stream.windows(context.ranks, partial(beat, "data")):
+            if not {*window.shards} <= parts.keys():
+                values = reference_log_probs(
+                    rows, context.backend, context.mesh, context.ranks, context.config.per_device_eval_batch_size, beat
+                )
+                parts |= zip(window.shards, values.split(np.diff(window.bounds).tolist()), strict=True)
+        if context.ranks.is_main:
+            count, seconds = sum(map(len, parts.values())), time.perf_counter() - began
+            print(f"log-probabilities of {count:,} streamed documents under the initial model: {seconds:.1f} s")
+    context.checkpoints.extra[name] = torch.cat(list(parts.values()))
+    context.checkpoints.extra[names[1]] = torch.tensor([[shard, len(values)] for shard, values in parts.items()])
+    stream.set_references({shard: values.numpy() for shard, values in parts.items()})
 
 
 def _computed(context: TrainContext, strategy: Strategy, rows: Rows) -> torch.Tensor:

@@ -89,8 +89,7 @@ class Sampler:
         self.config, self.plan, self.evaluation = config, plan, evaluation
         self.backend, self.mesh, self.ranks, self.folder = backend, mesh, ranks, run.rollouts
         assert isinstance(plan.rows.documents, TokenSet)
-        self.documents: TokenSet = plan.rows.documents
-        refuse_other_columns(config, self.documents, evaluation)
+        refuse_other_columns(config, plan.rows.documents, evaluation)
         self.tokenizer = load_tokenizer(config)
         self.stops = stop_ids(config, self.tokenizer, base)
         self.vocabulary = int(base.config.get_text_config().vocab_size)
@@ -139,7 +138,7 @@ class Sampler:
                 del self.pending[over]
                 self.checkpoints.extra.pop(f"{_PENDING}{over}", None)
             self._record(step, recorded)
-        return self._batch(recorded, _summary(recorded, config.num_generations) | times)
+        return self._batch(step, recorded, _summary(recorded, config.num_generations) | times)
 
     def evaluate(self, beat: Beat) -> dict[str, float]:
         """Mean reward of the most likely answers to the evaluation data; `eval_loss` is its negative. Collective."""
@@ -177,10 +176,16 @@ class Sampler:
 
     def _prompts(self, step: int) -> tuple[np.ndarray, list[Prompt]]:
         """For each answer of a step: the number of the document that it answers, and its prompt."""
-        members = self.plan.rows.members_of(self.plan.rows_of(step))
-        prompts = [prompt_of(self.documents, int(number)) for number in members]
+        rows, chosen = self.plan.chosen(step)
+        members, documents = rows.members_of(chosen), self._documents(rows)
+        prompts = [prompt_of(documents, int(number)) for number in members]
         count = self.config.num_generations
         return members.repeat(count), [prompt for prompt in prompts for _ in range(count)]
+
+    @staticmethod
+    def _documents(rows: Rows) -> TokenSet:
+        assert isinstance(rows.documents, TokenSet)
+        return rows.documents
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -193,6 +198,7 @@ class Sampler:
         config, began = self.config, time.perf_counter()
         end = first - first % config.steps_per_generation + config.steps_per_generation
         steps = range(first, min(end, self.plan.total_steps))
+        self.plan.agree(steps[-1], self.ranks, lambda: beat("data", allowed=LONG_LIMIT))
         numbers, prompts = zip(*map(self._prompts, steps), strict=True)
         randoms = [uniforms(config.seed, step, np.arange(len(of_step)), config.max_completion_length)
                    for step, of_step in zip(steps, numbers, strict=True)]  # fmt: skip
@@ -208,13 +214,13 @@ class Sampler:
             )
             rewards_s += time.perf_counter() - reward_began
             if config.steps_per_generation > 1:  # weights have changed when the later steps train
-                recorded = replace(recorded, old_log_probs=self._old_log_probs(recorded, beat))
+                recorded = replace(recorded, old_log_probs=self._old_log_probs(step, recorded, beat))
                 content = bytearray(recorded.to_json().encode())
                 self.checkpoints.extra[f"{_PENDING}{step}"] = torch.frombuffer(content, dtype=torch.uint8)
             self.pending[step] = recorded
         return {"sampling_s": time.perf_counter() - began - rewards_s, "rewards_s": rewards_s}
 
-    def _old_log_probs(self, recorded: RecordedStep, beat: Beat) -> list[list[float]]:
+    def _old_log_probs(self, step: int, recorded: RecordedStep, beat: Beat) -> list[list[float]]:
         """Log-probabilities of the tokens of a step's answers as training computes them. Collective.
 
         Answers that are not trained keep those of the sampler.
@@ -224,7 +230,7 @@ class Sampler:
         own = [
             (int(number), values.tolist())
             for numbers, of_documents in self.backend.label_log_probs(
-                self._micro_batches(self._rows(recorded)), lambda section: beat(section, allowed=LONG_LIMIT)
+                self._micro_batches(self._rows(step, recorded)), lambda section: beat(section, allowed=LONG_LIMIT)
             )
             for number, values in zip(numbers, of_documents, strict=True)
             if len(values)
@@ -282,19 +288,19 @@ class Sampler:
         recorded: RecordedStep = step_or_none
         return recorded
 
-    def _rows(self, recorded: RecordedStep) -> Rows:
+    def _rows(self, step: int, recorded: RecordedStep) -> Rows:
         """The answers of a step, packed."""
-        config = self.config
-        prompts = [prompt_of(self.documents, number).tokens for number in recorded.prompts]
+        config, documents = self.config, self._documents(self.plan.chosen(step)[0])
+        prompts = [prompt_of(documents, number).tokens for number in recorded.prompts]
         kind = config.objective_options()["loss_type"]
         counts = np.array([ended or not config.mask_truncated_completions for ended in recorded.ended])
-        documents = Rollouts(
+        answers = Rollouts(
             prompts, [np.array(tokens, dtype=np.int32) for tokens in recorded.answers],
             recorded.log_probs, recorded.old_log_probs,
             advantages(np.array(recorded.rewards), config.num_generations, kind), counts,
             config.recorded_answers is None,
         )  # fmt: skip
-        return Rows(documents, config.row_tokens, config.packing, config.torch_compile and config.packing,
+        return Rows(answers, config.row_tokens, config.packing, config.torch_compile and config.packing,
                     self.plan.rows.shard, config.objective_spec)  # fmt: skip
 
     def _micro_batches(self, rows: Rows) -> list[MicroBatch]:
@@ -305,9 +311,9 @@ class Sampler:
                   for start in range(0, len(rows), size * world)]  # fmt: skip
         return rows.collate_each(shares, rows.scales())
 
-    def _batch(self, recorded: RecordedStep, metrics: dict[str, float]) -> StepBatch:
+    def _batch(self, step: int, recorded: RecordedStep, metrics: dict[str, float]) -> StepBatch:
         """This rank's share of a step."""
-        rows = self._rows(recorded)
+        rows = self._rows(step, recorded)
         return StepBatch(
             self._micro_batches(rows), int(rows.trained.sum()), int(rows.lengths.sum()),
             int(rows.squared_lengths.sum()), rows.divisor(), [], metrics,

@@ -15,6 +15,8 @@ from tests.detached import detached, ended, gone, pid_of, saved, state_of, step_
 from tests.faults.conftest import Note, Undisturbed
 from tests.faults.oracle import INTERVAL, OPTIONS, clean, exact, note, told
 from tests.parity.runs import mostly_long
+from tests.parity.test_data_stream import mix
+from trainers.run.manifest import read_manifest
 
 STRATEGIES = ["ddp", "fsdp2", "zero3"]
 PHASES = {"writing": 1, "written": 1, "publishing": 0, "pruning": 0}
@@ -48,6 +50,21 @@ def test_a_rank_is_killed_under_another_optimizer(
     expected, fault = undisturbed(strategy, optim=optim), noted(f"a rank is killed ({optim})", strategy)
     run = detached(home, "mine", 2, strategy=strategy, optim=optim, **OPTIONS)
     until(lambda: state_of(run) == "running" and saved(run) >= INTERVAL and step_of(run) > INTERVAL)
+    os.kill(pid_of(run, "rank", 1), signal.SIGKILL)
+    fault.at()
+    exact(run, expected, replays=INTERVAL)
+    fault.harmless(run)
+
+
+@pytest.mark.long
+def test_a_rank_is_killed_in_a_mix_with_a_stream(home: Path, undisturbed: Undisturbed, noted: Note) -> None:
+    """In its second window."""
+    options = {"mix": mix(), "dataset_name": "none", "max_train_samples": "none", "streaming_window": 30}
+    expected, fault = undisturbed("ddp", **options), noted("a rank is killed (a stream in a mix)", "ddp")
+    run = detached(home, "mine", 2, strategy="ddp", **{**OPTIONS, **options})
+    until(lambda: state_of(run) == "running" and saved(run) >= 2 * INTERVAL and step_of(run) > 2 * INTERVAL)
+    position = read_manifest(max(run.checkpoints.glob("step-" + "[0-9]" * 8)))["progress"]["stream"][0]
+    assert (position["epoch"], position["window"]) > (0, 0)
     os.kill(pid_of(run, "rank", 1), signal.SIGKILL)
     fault.at()
     exact(run, expected, replays=INTERVAL)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.launching import Finished, launch, launch_well
 from tests.parity import plain
@@ -30,6 +31,24 @@ def data() -> str:
                 file.write(json.dumps({"text": text, "note": note}) + "\n")
 
     return str(once("stream", write) / "rows.jsonl")
+
+
+def mix(held_weight: float = 1.0) -> str:
+    """The rows above as a stream, beside chats that are held in full."""
+
+    def write(folder: Path) -> None:
+        sources = [
+            {"dataset_name": data(), "weight": 3.0, "streaming": True},
+            {"dataset_name": "embedded", "name": "chat", "limit": 30, "weight": held_weight},
+        ]
+        (folder / "mix.yaml").write_text(yaml.safe_dump({"sources": sources}))
+
+    return str(once(f"stream-mix-{held_weight}", write) / "mix.yaml")
+
+
+def mixed(**changes: Any) -> dict[str, Any]:
+    """The same with a stream as a source of a mix."""
+    return streamed(mix=mix(), dataset_name="none", dataset_streaming=False, **changes)
 
 
 def streamed(**changes: Any) -> dict[str, Any]:
@@ -88,6 +107,28 @@ def test_a_resume_goes_on_with_the_same_rows(name: str, processes: int, tmp_path
     refused = launch(tmp_path / "changed", processes, changed, strategy=name)
     assert refused.status != 0
     assert "streaming_window" in refused.output
+
+
+@pytest.mark.parametrize("name", mostly_long(["ddp", "single", "fsdp2", "zero3", "tp", "cp", "pp"], ["ddp"]))
+def test_a_mix_with_a_stream_trains_the_same_model_under_every_strategy(name: str) -> None:
+    finished = run(1 if name == "single" else 2, "full", True, name, **mixed())
+    assert curve(finished).agrees(_mixed_plainly(mix()))
+    last = finished.rows("loss")[-1]
+    assert {"loss/rows", "loss/chat", "tokens/rows", "tokens/chat"} <= last.keys()
+    assert abs(last["share/rows"] - 0.75) < 1 / (8 * STEPS)
+
+
+@pytest.mark.long
+def test_a_mix_with_a_stream_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    finished = run(2, "full", True, "ddp", **mixed())
+    assert not curve(finished).agrees(_mixed_plainly(mix(0.5))), "control: another weight"
+    again = options("full", True, **mixed(), resume_from_checkpoint=str(finished.checkpoints[0]))
+    assert equal_after_resume(finished, launch_well(tmp_path / "run", 2, again, strategy="ddp"))
+
+
+@functools.cache
+def _mixed_plainly(file: str) -> plain.Curve:
+    return plain.train(config("full", True, **mixed() | {"mix": file}))
 
 
 def test_a_bad_row_ends_the_run_when_its_window_comes_and_nothing_is_lost(tmp_path: Path) -> None:

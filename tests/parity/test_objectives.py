@@ -69,7 +69,8 @@ def plain_curve(
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=0.0)
     curve = plain.Curve()
     for step in range(plan.total_steps):
-        total = mean_loss(plan, model, initial, plan.rows.members_of(plan.rows_of(step)))
+        plan.rows, chosen = plan.chosen(step)  # of a stream, those of this batch
+        total = mean_loss(plan, model, initial, plan.rows.members_of(chosen))
         total.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         for group in optimizer.param_groups:
@@ -93,17 +94,18 @@ def plain_dpo(
         loss: of the log-ratios of the chosen and the rejected document.
         moves: control: the reference is the model as it is at each step.
     """
-    references = dict[tuple[int, ...], list[torch.Tensor]]()
+    references = dict[str, list[torch.Tensor]]()
 
     def mean_loss(plan: TrainPlan, model: nn.Module, initial: nn.Module, members: np.ndarray) -> torch.Tensor:
         losses = []
         for pair in members.reshape(-1, 2):
             documents = [plan.rows.documents.document(int(member)) for member in pair]
-            if moves or tuple(pair) not in references:
+            line = plan.rows.documents.where(int(pair[0]))
+            if moves or line not in references:
                 with torch.no_grad():
                     before = [log_prob(model if moves else initial, *document) for document in documents]
-                references[tuple(pair)] = before
-            before = references[tuple(pair)]
+                references[line] = before
+            before = references[line]
             now = [log_prob(model, *document) for document in documents]
             losses.append(loss(now[0] - before[0], now[1] - before[1]))
         return torch.stack(losses).mean()

@@ -49,6 +49,7 @@ class Source(BaseModel):
         weight: Its share of the packed rows, relative to the other weights.
         limit: Use only its first rows.
         loss: `assistant` or `all`: what is trained; default: the run's `assistant_only_loss`.
+        streaming: Whether it is read as the run goes; default: the run's `dataset_streaming`.
 
     The others are options of the run, which the source sets for itself.
     """
@@ -60,6 +61,7 @@ class Source(BaseModel):
     weight: Annotated[float, Field(ge=1e-6, le=1e15, strict=True)] = 1.0
     limit: Annotated[int | None, Field(ge=1, le=10**12, strict=True)] = None
     loss: Literal["assistant", "all"] | None = None
+    streaming: Annotated[bool | None, Field(strict=True)] = None
     dataset_query: str | None = None
     dataset_config_name: str | None = None
     dataset_split: str | None = None
@@ -160,6 +162,8 @@ def config_of(config: TrainConfig, source: Source) -> TrainConfig:
     chosen = {name: value for name in _OWN if (value := getattr(source, name)) is not None}
     if source.loss is not None:
         chosen["assistant_only_loss"] = source.loss == "assistant"
+    if source.streaming is not None and not config.eval_only:
+        chosen["dataset_streaming"] = source.streaming
     values = {**config.model_dump(), "mix": None, "max_train_samples": source.limit, **chosen}
     try:
         return build({**values, "dataset_name": source.dataset_name})

@@ -30,6 +30,11 @@ def has_data_suffix(name: str) -> bool:
     return content_suffix(name) in DATA_SUFFIXES or PurePath(name.lower()).suffix in COMPRESSED
 
 
+def is_packed(name: str) -> bool:
+    """Whether a name ends like a compressed file or a tar."""
+    return content_suffix(name) == ".tar" or PurePath(name.lower()).suffix in COMPRESSED
+
+
 def is_url(name: str | None) -> bool:
     """Whether data is behind a URL, of a file or a database."""
     return name is not None and "://" in name

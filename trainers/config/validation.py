@@ -267,11 +267,18 @@ def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
         return []
     rules: list[tuple[bool, str, str]] = [
         (config.max_steps is None, "needs max_steps: the length of an epoch is not known before it is read", ""),
-        (config.eval_share > 0, "with eval_share: rows are held out of data that is read in full",
-         "set eval_dataset_name"),
-        (config.mix is not None, "with a mix, whose sources are read in full", "leave one of them out"),
-        (config.objective != "sft", f"with objective={config.objective}, whose data is read in full before it starts",
-         "use objective=sft"),
+        (config.eval_share > 0 and config.max_eval_samples is None,
+         "with eval_share needs max_eval_samples: the rows held out of a stream are as many as it is large",
+         "set it, or eval_dataset_name"),
+        (config.objective_spec.mismatched,
+         f"with objective={config.objective}, which compares with answers of examples from all over the data",
+         "use loss_type=apo_zero_unpaired" if config.objective == "kto" else "name another objective"),
+        (config.teacher_log_probs is not None,
+         "with teacher_log_probs, which were recorded by the number of a row in data that is read in full",
+         "use teacher"),
+        (config.objective_spec.samples and config.recorded_answers is not None,
+         "with recorded_answers, which were recorded by the number of a row in data that is read in full",
+         "leave one of them out"),
     ]  # fmt: skip
     return [Mistake("dataset_streaming", True, problem, remedy) for applies, problem, remedy in rules if applies]
 

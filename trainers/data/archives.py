@@ -28,7 +28,7 @@ class Content:
     """What a file holds once decompressed. A context manager.
 
     Args:
-        path: The file.
+        file: The file, or its path.
         name: Its name, whose suffix says how it is compressed.
         display_name: Its name in messages.
 
@@ -39,13 +39,13 @@ class Content:
         ConfigError: If the file is not what its suffix says.
     """
 
-    def __init__(self, path: Path, name: str, display_name: str):
+    def __init__(self, file: Path | IO[bytes], name: str, display_name: str):
         self.display_name, self.suffix = display_name, content_suffix(name)
         self._how = PurePath(name.lower()).suffix
         self._open = ExitStack()
         self._stream: IO[bytes]
         try:
-            raw = self._open.enter_context(path.open("rb"))
+            raw = self._open.enter_context(file.open("rb")) if isinstance(file, Path) else file
             self._stream = self._unzipped(raw) if self._how == ".zip" else self._decompressed(raw)
         except _BROKEN as error:
             self._open.close()

@@ -50,9 +50,9 @@ class TrainPlan:
         self.config = config
         self.world = data_parallel_size
         self.accumulation = config.accumulation_steps(data_parallel_size)
-        self.mix_order = MixOrder(rows.bounds, rows.mixed.mix, config.seed) if rows.mixed is not None else None
+        self.mix_order = MixOrder(rows.bounds, rows.mix, config.seed) if rows.mix is not None else None
         size, kind = config.global_batch_size, "packed rows" if config.packing else "rows"
-        available = len(rows) if self.mix_order is None else self.mix_order.epoch_rows
+        available = self.rows_of_epoch()
         if available < size and not config.eval_only:
             alternative = ", or packing=false" if config.packing and len(rows.documents.lengths) >= size else ""
             ends = "" if self.mix_order is None else ", and an epoch ends with the first source that has no more"
@@ -70,6 +70,10 @@ class TrainPlan:
         self.check: Callable[..., None] = lambda documents: None
         """Called with each further window of a stream; raises `ConfigError` if the model cannot be trained on it."""
 
+    def rows_of_epoch(self) -> int:
+        """Rows of an epoch; of a stream, an estimate by its first window."""
+        return len(self.rows) if self.mix_order is None else self.mix_order.epoch_rows
+
     def _smaller(self, rows: int) -> str:
         """Suggests batch sizes that divide evenly and fit this many rows."""
         micro = self.config.per_device_train_batch_size
@@ -79,6 +83,11 @@ class TrainPlan:
             return f"more data, or at most {max(rows, 1)} processes"
         micro = rows // self.world
         return f"global_batch_size={micro * self.world} with per_device_train_batch_size={micro}"
+
+    @property
+    def held_rows(self) -> list[Rows]:
+        """The rows of the data that is read in full before the first step; of a mix with streams, source by source."""
+        return [self.rows]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         known, order = self._order  # in one attribute, as the next batch is prepared by another thread
@@ -151,11 +160,11 @@ class TrainPlan:
     def agree(self, step: int, ranks: Collective, beat: Callable[[], None] = lambda: None) -> None:
         """Makes sure that all ranks read the same data for `step`: here they do, as it was read in full before."""
 
-    def position(self, step: int) -> dict[str, int]:
+    def position(self, step: int) -> list[dict[str, int]]:
         """What a checkpoint of `step` needs beside its number, to go on with the next batch; empty here."""
-        return {}
+        return []
 
-    def restore(self, step: int, position: dict[str, int]) -> None:
+    def restore(self, step: int, position: list[dict[str, int]]) -> None:
         """Goes on from a checkpoint of `step`, with what `position` was then."""
 
     def batches(self, rank: int, first_step: int) -> Generator[StepBatch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,12 +15,14 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from trainers.config.mistakes import ConfigError
 from trainers.data.report import Report
 from trainers.data.tokenise import ARRAYS, TokenizeTask
 
 FORMAT_VERSION = 6  # of the tokens, which checkpoints refer to; a folder that lacks an array is made anew
 _BLOCK = 4 << 20  # bytes per checksum
 _CHECKED_BLOCKS = 256  # of each array; of a larger array, this many blocks are checked, evenly spaced
+_MAPPED = 1 << 16  # bytes from which a file is mapped; a map keeps its file open, and a stream has thousands of files
 _META = "meta.json"
 _DOCUMENTS = 1 << 14  # whose masks are searched at once
 
@@ -130,14 +133,18 @@ class TokenSet:
 
 
 def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Memory-maps a file as a plain array: slicing a `np.memmap` itself costs ten times as much."""
-    if path.stat().st_size == 0:  # cannot be mapped
-        return np.empty(0, dtype=dtype)
+    """Reads a small file, or maps it as a plain array: slicing a `np.memmap` itself costs ten times as much."""
+    if path.stat().st_size < _MAPPED:
+        return np.fromfile(path, dtype=dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r")).view(np.ndarray)
 
 
 def open_cache(folder: Path, fingerprint: str) -> TokenSet | None:
-    """The documents in a folder, or None if it is missing, incomplete or damaged."""
+    """The documents in a folder, or None if it is missing, incomplete or damaged.
+
+    Raises:
+        ConfigError: if this process may not open more files.
+    """
     try:
         sealed = json.loads((folder / _META).read_text(encoding="utf-8"))
         meta = sealed["meta"]
@@ -145,7 +152,10 @@ def open_cache(folder: Path, fingerprint: str) -> TokenSet | None:
             return None
         intact = all(_intact(folder / name, meta["sizes"][name], meta["checksums"][name]) for name in ARRAYS)
         return TokenSet(folder, meta) if intact else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            remedy = "raise the limit (ulimit -n), or use a smaller streaming_window"
+            raise ConfigError(f"cannot open tokenized data in {folder}: {error.strerror}; {remedy}") from None
         return None
 
 

@@ -17,7 +17,9 @@ class DataFile:
         size: Bytes; rows of `arrow`.
         config_name: Configuration of a Hub data set.
         split: Split of a Hub data set.
-        digest: sha256 of the content of a local copy; otherwise empty.
+        digest: sha256 of the content of a local copy, or of a compressed file; size and version of one at a URL;
+            otherwise empty.
+        content_size: Bytes of its content, if that is decompressed whenever it is read; None for other files.
     """
 
     path: str
@@ -28,6 +30,7 @@ class DataFile:
     config_name: str | None = None
     split: str = ""
     digest: str = ""
+    content_size: int | None = None
 
     @property
     def is_hub(self) -> bool:

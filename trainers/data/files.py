@@ -8,8 +8,9 @@ import hashlib
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from trainers.config.remote_data import DATA_SUFFIXES, has_data_suffix, is_url
 from trainers.data.data_file import DataFile
 from trainers.data.folders import files_of_split, list_folder
 from trainers.data.local_copies import Copy, cache_dir, copy_of_file, copy_of_query, copy_of_url
+from trainers.data.packed import Contents, contents_of
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -33,6 +35,10 @@ KINDS = {
     ".arrow": "arrow",
 }
 """How the content of a file is read, by its suffix."""
+READ_AT_WILL = (".parquet", ".arrow", ".json")
+"""Suffixes of files that are not read from their beginning on."""
+Unpack = Callable[[Path, str, str], DataFile]
+"""The data in a compressed file, of its path, its name in messages, and its name in the data set."""
 HASHED_BYTES = 256 << 20  # data up to this size is identified by its content, larger data by path, size and time
 _HUB_ID = re.compile(r"^\w[\w.-]*(/\w[\w.-]*)?$")
 
@@ -63,6 +69,7 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
     if name == EMBEDDED:
         return [_embedded(part, split_option, config)], []
     cache = cache_dir(config)
+    unpack: Unpack = partial(_in_place if config.dataset_streaming and not own_eval else _unpacked, cache)
     if is_url(name):
         query = None if own_eval else config.dataset_query
         copy = copy_of_url(name, option, cache) if query is None else copy_of_query(name, query, cache)
@@ -70,11 +77,11 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
         return [_copied(copy, display_name, display_name.rpartition("/")[2])], []
     path = Path(name).expanduser()
     if os.path.lexists(path) and not path.is_dir():
-        return [_file(path, str(path), path.name, option, cache)], []
+        return [_file(path, str(path), path.name, option, unpack)], []
     if path.is_dir():
-        return _folder(path, option, part, split_option, cache)
+        return _folder(path, option, part, split_option, unpack)
     if any(letter in name for letter in "*?["):
-        return _glob(str(path), option, part, split_option, cache)
+        return _glob(str(path), option, part, split_option, unpack)
     if looks_like_hub_id(name):
         return [_hub_file(name, config.dataset_config_name, part, option)], []
     _missing(name, path, option)
@@ -131,10 +138,10 @@ def _embedded(part: str, option: str, config: TrainConfig) -> DataFile:
     if not path.is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob("*.jsonl")))
         raise ConfigError(f"{option}={part} is not a split of the embedded data; use one of {known}")
-    return _file(path, f"embedded/{path.name}", path.name, option, path)
+    return _file(path, f"embedded/{path.name}", path.name, option, partial(_unpacked, path))
 
 
-def _file(path: Path, display_name: str, name: str, option: str, cache: Path) -> DataFile:
+def _file(path: Path, display_name: str, name: str, option: str, unpack: Unpack) -> DataFile:
     """One file, checked: it exists, is a regular file, is readable, has a known suffix."""
     if path.is_symlink() and not path.exists():
         raise ConfigError(
@@ -155,9 +162,36 @@ def _file(path: Path, display_name: str, name: str, option: str, cache: Path) ->
         raise unreadable(display_name, error) from None
     kind = KINDS.get(path.suffix.lower())
     if kind is None:
-        return _copied(copy_of_file(path, display_name, cache), display_name, name)
+        return unpack(path, display_name, name)
     file = DataFile(os.path.abspath(path), display_name, name, kind, status.st_size)
     return file if kind != "arrow" else replace(file, size=_row_count(file))
+
+
+def _unpacked(cache: Path, path: Path, display_name: str, name: str) -> DataFile:
+    """A compressed file, or a tar, as a local copy of what it holds."""
+    return _copied(copy_of_file(path, display_name, cache), display_name, name)
+
+
+def _in_place(cache: Path, path: Path, display_name: str, name: str) -> DataFile:
+    """The same without a copy, unless its content has to be read from its end."""
+    status, absolute = path.stat(), os.path.abspath(path)
+    version = [os.path.realpath(path), status.st_size, status.st_mtime_ns]
+    try:
+        contents = contents_of(lambda: path.open("rb"), path.name, display_name, version, cache)
+    except OSError as error:
+        raise unreadable(display_name, error) from None
+    if contents.suffix in READ_AT_WILL:
+        return _unpacked(cache, path, display_name, name)
+    kind = kind_of_content(contents, display_name)
+    return DataFile(absolute, display_name, name, kind, status.st_size, None, "", contents.digest, contents.size)
+
+
+def kind_of_content(contents: Contents, display_name: str) -> str:
+    """How what a compressed file holds is read; raises `ConfigError` if it is no data."""
+    if contents.suffix not in KINDS:
+        problem = f"holds a file that ends in {contents.suffix!r}" if contents.suffix else "has no suffix"
+        raise ConfigError(f"{display_name} {problem}; it needs one of {', '.join(KINDS)}")
+    return KINDS[contents.suffix]
 
 
 def _copied(copy: Copy, display_name: str, name: str) -> DataFile:
@@ -174,7 +208,9 @@ def _row_count(file: DataFile) -> int:
         raise unreadable(file.display_name, error) from None
 
 
-def _folder(folder: Path, option: str, split: str, split_option: str, cache: Path) -> tuple[list[DataFile], list[str]]:
+def _folder(
+    folder: Path, option: str, split: str, split_option: str, unpack: Unpack
+) -> tuple[list[DataFile], list[str]]:
     """The data files of a split below a folder, and the ignored files."""
     names, ignored = list_folder(folder, DATA_SUFFIXES)
     if not names:
@@ -182,17 +218,17 @@ def _folder(folder: Path, option: str, split: str, split_option: str, cache: Pat
         known = ", ".join(DATA_SUFFIXES)
         raise ConfigError(f"{option}={folder} holds no data file; it needs files ending in {known}{there}")
     names, others = files_of_split(names, split, str(folder), split_option, explicit=False)
-    return [_file(folder / name, str(folder / name), name, option, cache) for name in names], [*others, *ignored]
+    return [_file(folder / name, str(folder / name), name, option, unpack) for name in names], [*others, *ignored]
 
 
-def _glob(pattern: str, option: str, split: str, split_option: str, cache: Path) -> tuple[list[DataFile], list[str]]:
+def _glob(pattern: str, option: str, split: str, split_option: str, unpack: Unpack) -> tuple[list[DataFile], list[str]]:
     paths = sorted(Path(name) for name in glob.glob(pattern, recursive=True) if not os.path.isdir(name))
     if not paths:
         raise ConfigError(f"{option}={pattern} matches no file; check the pattern and the current folder")
     root = os.path.commonpath([path.absolute().parent for path in paths])
     by_name = {os.path.relpath(path.absolute(), root): path for path in paths}
     names, others = files_of_split(list(by_name), split, pattern, split_option, explicit=True)
-    return [_file(by_name[name], str(by_name[name]), name, option, cache) for name in names], others
+    return [_file(by_name[name], str(by_name[name]), name, option, unpack) for name in names], others
 
 
 def looks_like_hub_id(name: str) -> bool:

@@ -103,7 +103,7 @@ def build_set(config: TrainConfig, split: Split, files: list[DataFile], folder: 
     shards = plan(files, config.sample_by, SHARD_BYTES, config.columns)
     formats = formats_of(config, shards)
     report = Report(dataset_of(config, split), split, sorted(set(formats.values())), len(files))
-    try:
+    with writing(folder.parent):
         writer = CacheWriter(folder)
         try:
             tasks = _tasks(shards, files, formats, writer.temporary)
@@ -112,11 +112,23 @@ def build_set(config: TrainConfig, split: Split, files: list[DataFile], folder: 
             writer.publish(fingerprint, report, [file.display_name for file in files])
         finally:
             writer.discard()
+    return read_back(folder, fingerprint)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Raises `ConfigError` if tokens cannot be written to a folder."""
+    try:
+        yield
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
-            f"cannot write tokenized data to {folder.parent}: {reason}; free space there, or set cache_dir"
+            f"cannot write tokenized data to {folder}: {reason}; free space there, or set cache_dir"
         ) from None
+
+
+def read_back(folder: Path, fingerprint: str) -> TokenSet:
+    """The documents that were just published; raises `ConfigError` if they cannot be read."""
     token_set = open_cache(folder, fingerprint)
     if token_set is None:
         raise ConfigError(f"tokenized data in {folder} cannot be read back; check the disk, or set cache_dir")
@@ -314,6 +326,17 @@ def refuse_missing_numbers(config: TrainConfig, token_set: TokenSet) -> None:
                 f"({int(missing.sum()) // spec.documents:,} of {len(token_set) // spec.documents:,} lack it); give it "
                 "to all rows, or leave it out"
             )
+
+
+def refuse_other_numbers(config: TrainConfig, first: TokenSet, documents: TokenSet) -> None:
+    """Raises `ConfigError` if later documents have an optional column that the first ones lack, or the reverse."""
+    for name, before, now in zip(config.objective_spec.columns, first.numbers.T, documents.numbers.T, strict=True):
+        if np.isnan(before[0]) != np.isnan(now[0]):
+            problem = (
+                "is there, and rows before lack it" if np.isnan(before[0]) else "is missing, and rows before have it"
+            )
+            column = config.columns.get(name, name)
+            raise ConfigError(f"{documents.where(0)}: {column!r} {problem}; give it to all rows, or leave it out")
 
 
 def refuse_bad(report: Report, config: TrainConfig) -> None:

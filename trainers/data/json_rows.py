@@ -16,6 +16,7 @@ from trainers.data.remote import open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, changed, content_end, lines, too_large
 
 JSON_BYTES = 512 << 20
+_BLOCK = 16 << 20
 _BETWEEN = re.compile(r"[\s,]*")
 _COLON = re.compile(r"\s*:\s*")
 
@@ -26,14 +27,16 @@ _LENIENT = json.JSONDecoder()  # finds the end of a value even if it has duplica
 def shard_lines(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a JSONL file: as `group` over its lines would, but newlines are counted a block at a time."""
     with open_file(file) as stream:
-        end = content_end(stream, file.size)
+        end = content_end(stream, file)
         start, line = 0, 1
         while start < end:
             stream.seek(start)
-            if not (block := stream.read(min(shard_bytes, end - start))):
-                raise changed(file.display_name)
-            # Extend the block to the end of its last line.
-            stop, rows = start + len(block), block.count(b"\n")
+            stop, rows, block = start, 0, b""
+            while stop < min(start + shard_bytes, end):  # a shard of a compressed file may be large
+                if not (block := stream.read(min(_BLOCK, start + shard_bytes - stop, end - stop))):
+                    raise changed(file.display_name)
+                stop, rows = stop + len(block), rows + block.count(b"\n")
+            # Extend it to the end of its last line.
             while block and not block.endswith(b"\n") and stop < end:
                 block = stream.readline(min(1 << 20, end - stop))
                 stop += len(block)
@@ -148,7 +151,7 @@ def _next_row(text: str, position: int, in_list: bool) -> tuple[int, bool, bool]
 def _holds_json_lines(file: DataFile) -> bool:
     """Whether a `.json` file is really JSONL: its first line is an object and another line follows."""
     with open_file(file) as stream:
-        records = lines(stream, 0, content_end(stream, file.size), 1)
+        records = lines(stream, 0, content_end(stream, file), 1)
         first, second = next(records, None), next(records, None)
     if not (first and second and first[2]):
         return False

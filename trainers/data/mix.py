@@ -56,37 +56,23 @@ class MixedSet(JoinedSet):
         return [replace(part.report, dataset=f"{name} ({part.report.dataset})", limit=limit) for name, part in labelled]
 
 
-class MixOrder:
-    """The row of each position in a run: sources by weight, and the rows of each in a new order at every pass.
+class SourceOrder:
+    """The source of each position in a run.
 
     Of the first `n` rows of a run, the number of each source differs from its share by less than one, for every `n`:
     R. Tijdeman, The chairman assignment problem (1980). A source goes on from epoch to epoch where it stopped, so that
     all of its rows are read before one is repeated.
 
     Args:
-        bounds: `[sources + 1]` first row of each source, and the end.
-        mix: the weights, and when an epoch ends.
-        seed: seed of the order within a source.
+        shares: integers in the ratio of the sources' weights.
     """
 
-    def __init__(self, bounds: npt.NDArray[np.int64], mix: Mix, seed: int):
-        self.bounds, self.mix, self.seed = bounds, mix, seed
-        self.rows: list[int] = np.diff(bounds).tolist()
-        self.shares = mix.shares()
-        self.period = sum(self.shares)
+    def __init__(self, shares: list[int]):
+        self.shares, self.period = shares, sum(shares)
         self._chosen = bytearray()  # the source of each position, up to the end of the first period
         self._counts = [0] * len(self.shares)  # rows of each source in `_chosen`
         self._counts_before = [tuple(self._counts)]  # the same before each block of positions
         self._lock = Lock()  # the next batch is prepared by another thread
-        self._order: dict[int, tuple[int, npt.NDArray[np.int64]]] = {}
-
-    @property
-    def epoch_rows(self) -> int:
-        """Rows of an epoch: as many as repeat no row of any source, or as many as read every source in full."""
-        ratios = [(rows * self.period, share) for rows, share in zip(self.rows, self.shares, strict=True)]
-        if self.mix.stopping_strategy == "first_exhausted":
-            return min(rows // share for rows, share in ratios)
-        return max(-(-rows // share) for rows, share in ratios)
 
     def sources(self, start: int, stop: int) -> npt.NDArray[np.int64]:
         """The source of each position from `start` to `stop`."""
@@ -105,35 +91,17 @@ class MixOrder:
         since = np.bincount(self._chosen_in(block * _BLOCK, left), minlength=len(self.shares))
         return periods * np.array(self.shares) + np.array(self._counts_before[block]) + since
 
-    def rows_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The row numbers at the positions from `start` to `stop`."""
-        sources, before = self.sources(start, stop), self.counts(start)
-        rows = np.empty(stop - start, dtype=np.int64)
-        for source in np.unique(sources).tolist():
-            where = np.flatnonzero(sources == source)
-            passes, index = np.divmod(before[source] + np.arange(len(where)), self.rows[source])
-            for number in np.unique(passes).tolist():
-                chosen = passes == number
-                rows[where[chosen]] = self.bounds[source] + self._pass(source, number)[index[chosen]]
-        return rows
+    def rows_of_epoch(self, rows: Sequence[int], stopping_strategy: str) -> int:
+        """Rows of an epoch: as many as repeat no row of any source, or as many as read every source in full.
 
-    def values_until(self, position: int, values: npt.NDArray[np.int64]) -> list[int]:
-        """`[sources]` sum over the rows before a position of a value `[rows]` of each row."""
-        sums = []
-        for source, count in enumerate(self.counts(position).tolist()):
-            of_source = values[self.bounds[source] : self.bounds[source + 1]]
-            passes, left = divmod(count, self.rows[source])
-            sums.append(passes * int(of_source.sum()) + int(of_source[self._pass(source, passes)[:left]].sum()))
-        return sums
-
-    def _pass(self, source: int, number: int) -> npt.NDArray[np.int64]:
-        """The order of a source's rows in one pass over them."""
-        known, order = self._order.get(source, (-1, None))
-        if known != number or order is None:
-            rng = np.random.Generator(np.random.PCG64([self.seed, source, number]))
-            order = rng.permutation(self.rows[source])
-            self._order[source] = number, order
-        return order
+        Args:
+            rows: rows of each source.
+            stopping_strategy: of the mix.
+        """
+        ratios = [(count * self.period, share) for count, share in zip(rows, self.shares, strict=True)]
+        if stopping_strategy == "first_exhausted":
+            return min(count // share for count, share in ratios)
+        return max(-(-count // share) for count, share in ratios)
 
     def _chosen_in(self, first: int, last: int) -> npt.NDArray[np.int64]:
         """The source of each position of a part of the first period."""
@@ -157,3 +125,76 @@ class MixOrder:
         self._counts[best] += 1
         if len(self._chosen) % _BLOCK == 0:
             self._counts_before.append(tuple(self._counts))
+
+
+class Passes:
+    """The rows of a source that is held in full: pass after pass over them, each in an order of its own.
+
+    Args:
+        source: its number in the mix.
+        rows: how many it has.
+        seed: seed of the order.
+    """
+
+    def __init__(self, source: int, rows: int, seed: int):
+        self.source, self.rows, self.seed = source, rows, seed
+        self._known: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, dtype=np.int64))
+
+    def rows_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The numbers of its rows from `start` to `stop`, counted from the start of the run."""
+        numbers, position = list[npt.NDArray[np.int64]](), start
+        while position < stop:
+            index, first = divmod(position, self.rows)
+            numbers.append(self.order(index)[first : first + stop - position])
+            position += len(numbers[-1])
+        return np.concatenate([np.zeros(0, dtype=np.int64), *numbers])
+
+    def sum_until(self, count: int, values: npt.NDArray[np.int64]) -> int:
+        """The sum over its first `count` rows of a value `[rows]` of each."""
+        passes, left = divmod(count, self.rows)
+        return passes * int(values.sum()) + int(values[self.order(passes)[:left]].sum())
+
+    def order(self, number: int) -> npt.NDArray[np.int64]:
+        """The order of its rows in one pass."""
+        known, order = self._known  # in one attribute, as the next batch is prepared by another thread
+        if known != number:
+            order = np.random.Generator(np.random.PCG64([self.seed, self.source, number])).permutation(self.rows)
+            self._known = number, order
+        return order
+
+
+class MixOrder(SourceOrder):
+    """The row of each position in a run: sources by weight, and the rows of each in a new order at every pass.
+
+    Args:
+        bounds: `[sources + 1]` first row of each source, and the end.
+        mix: the weights, and when an epoch ends.
+        seed: seed of the order within a source.
+    """
+
+    def __init__(self, bounds: npt.NDArray[np.int64], mix: Mix, seed: int):
+        super().__init__(mix.shares())
+        self.bounds, self.mix = bounds, mix
+        self.rows: list[int] = np.diff(bounds).tolist()
+        self.passes = [Passes(source, rows, seed) for source, rows in enumerate(self.rows)]
+
+    @property
+    def epoch_rows(self) -> int:
+        """Rows of an epoch."""
+        return self.rows_of_epoch(self.rows, self.mix.stopping_strategy)
+
+    def rows_at(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The row numbers at the positions from `start` to `stop`."""
+        sources, before = self.sources(start, stop), self.counts(start).tolist()
+        rows = np.empty(stop - start, dtype=np.int64)
+        for source in np.unique(sources).tolist():
+            where = np.flatnonzero(sources == source)
+            of_source = self.passes[source].rows_at(before[source], before[source] + len(where))
+            rows[where] = self.bounds[source] + of_source
+        return rows
+
+    def values_until(self, position: int, values: npt.NDArray[np.int64]) -> list[int]:
+        """`[sources]` sum over the rows before a position of a value `[rows]` of each row."""
+        counts, parts = self.counts(position).tolist(), np.split(values, self.bounds[1:-1])
+        return [source.sum_until(count, part)
+                for source, count, part in zip(self.passes, counts, parts, strict=True)]  # fmt: skip

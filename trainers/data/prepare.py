@@ -6,6 +6,7 @@ Concurrent callers, such as the ranks of a run, wait for the first one and then 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.mix import Mix, config_of, read_mix
@@ -30,6 +31,8 @@ from trainers.data.report import Report
 from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.stream import Stream, Window, stream_lines
 from trainers.data.tokenizer import load_tokenizer
+from trainers.run.compatibility import checkpoint_to_resume
+from trainers.run.manifest import read_manifest
 
 __all__ = ["Report", "TokenSet", "cached", "data_fingerprint", "load_tokenizer", "prepare"]
 
@@ -80,22 +83,44 @@ def files_of(config: TrainConfig, split: Split) -> list[DataFile]:
     Raises:
         ConfigError: if the data does not exist or cannot be read.
     """
-    if split == "train" and config.dataset_streaming:
-        return files_in_place(config)[0]
     mix = mix_of(config, split)
     configs = [config] if mix is None else [config_of(config, source) for source in mix.sources]
-    return [file for of_source in configs for file in resolve(of_source, split)]
+    return [file for of_source in configs for file in _files_of(of_source, split)]
+
+
+def _files_of(config: TrainConfig, split: Split) -> list[DataFile]:
+    return files_in_place(config)[0] if split == "train" and config.dataset_streaming else resolve(config, split)
 
 
 def _tokenise_sources(config: TrainConfig, mix: Mix, split: Split) -> MixedSet:
-    parts = []
-    for source in mix.sources:
+    parts, streams, windows = list[TokenSet](), list[Stream](), _resumed_windows(config, len(mix.sources))
+    for source, window in zip(mix.sources, windows, strict=True):
         of_source = config_of(config, source)
         try:
-            parts.append(tokenised(of_source, split))
+            if split == "train" and of_source.dataset_streaming:
+                parts.append(Stream(of_source, source.label, streams).open_first(window))
+            else:
+                parts.append(tokenised(of_source, split))
         except ConfigError as error:
             raise ConfigError(error.mistakes, source=f"{config.mix}: source {source.label}") from None
     return MixedSet(mix, parts, str(config.mix), split)
+
+
+def _resumed_windows(config: TrainConfig, sources: int) -> list[Window]:
+    """The window of each source that the run begins with, as far as this machine can tell before the ranks agree.
+
+    Another one is tokenised too, should they begin elsewhere.
+    """
+    folder = checkpoint_to_resume(config.resume_from_checkpoint, Path(config.output_dir) if config.output_dir else None)
+    first = [Window(0, 0)] * sources
+    if folder is None:
+        return first
+    try:
+        positions = read_manifest(folder)["progress"]["stream"]
+        windows = [Window(saved["epoch"], saved["window"]) if saved else Window(0, 0) for saved in positions]
+    except (OSError, ValueError, KeyError, TypeError):  # the ranks report what is wrong with it
+        return first
+    return windows if len(windows) == sources else first
 
 
 def tokenised(config: TrainConfig, split: Split) -> TokenSet:
@@ -105,7 +130,9 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
     if mix := mix_of(config, split):
         return _tokenise_sources(config, mix, split)
     if split == "train" and config.dataset_streaming:
-        return Stream(config).open(Window(0, 0))
+        return Stream(config).open_first(*_resumed_windows(config, 1))
+    if config.dataset_streaming and config.eval_dataset_name is None:
+        return Stream(config.model_copy(update={"max_train_samples": None})).held_out()
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
     folder = cache_dir(config) / fingerprint
@@ -124,11 +151,11 @@ def cached(config: TrainConfig, split: Split) -> TokenSet | None:
     Of a mix, those of the first source; of a stream, those of a shard.
     """
     try:
+        mix = mix_of(config, split)
+        config = config if mix is None else config_of(config, mix.sources[0])
         if split == "train" and config.dataset_streaming:
             stream = Stream(config)
             return next(filter(None, map(stream.cached, range(len(stream.shards)))), None)
-        mix = mix_of(config, split)
-        config = config if mix is None else config_of(config, mix.sources[0])
         fingerprint = data_fingerprint(config, split)
     except ConfigError:
         return None

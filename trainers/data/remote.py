@@ -8,16 +8,28 @@ from __future__ import annotations
 import io
 import os
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.options import TrainConfig
-from trainers.config.remote_data import is_url
+from trainers.config.options import EMBEDDED, TrainConfig
+from trainers.config.remote_data import is_packed, is_url
 from trainers.data.data_file import DataFile
-from trainers.data.files import KINDS, hub_mistake, ignored_files, looks_like_hub_id, resolve, unreadable
+from trainers.data.files import (
+    KINDS,
+    READ_AT_WILL,
+    hub_mistake,
+    ignored_files,
+    kind_of_content,
+    looks_like_hub_id,
+    resolve,
+    unreadable,
+)
 from trainers.data.folders import files_of_split
-from trainers.data.local_copies import VERSIONS, explained, file_system, refuse_other_content
+from trainers.data.local_copies import VERSIONS, cache_dir, explained, file_system, refuse_other_content
+from trainers.data.packed import PackedFile, contents_of
 from trainers.run.log import without_secrets
 
 _BLOCK = 1 << 20
@@ -34,13 +46,13 @@ def files_in_place(config: TrainConfig) -> tuple[list[DataFile], list[str]]:
     """
     name, option = str(config.dataset_name), "dataset_name"
     if is_url(name):
-        return _files_at(name, config.dataset_split, option)
-    if not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):
-        return _files_on_hub(name, config.dataset_config_name, config.dataset_split, option), []
+        return _files_at(name, config.dataset_split, option, cache_dir(config))
+    if name != EMBEDDED and not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):
+        return _files_on_hub(name, config.dataset_config_name, config.dataset_split, option, cache_dir(config)), []
     return resolve(config, "train"), ignored_files(config, "train")
 
 
-def _files_on_hub(name: str, config_name: str | None, split: str, option: str) -> list[DataFile]:
+def _files_on_hub(name: str, config_name: str | None, split: str, option: str, cache: Path) -> list[DataFile]:
     """The files of a Hub data set, each by a URL with its revision."""
     from datasets import load_dataset_builder
 
@@ -53,13 +65,13 @@ def _files_on_hub(name: str, config_name: str | None, split: str, option: str) -
         raise ConfigError(
             f"{option}={name} has its data elsewhere, such as at {elsewhere[0]}; name that, if you trust it"
         )
-    return [_file_at(url, f"{name}/{url.partition('@')[2].partition('/')[2]}", option) for url in urls]
+    return [_file_at(url, f"{name}/{url.partition('@')[2].partition('/')[2]}", option, cache) for url in urls]
 
 
-def _files_at(url: str, split: str, option: str) -> tuple[list[DataFile], list[str]]:
+def _files_at(url: str, split: str, option: str, cache: Path) -> tuple[list[DataFile], list[str]]:
     """The file at a URL, or those of a split that match a pattern; and the others."""
     if not any(letter in url for letter in "*?[") or url.startswith(("http://", "https://")):
-        return [_file_at(url, url.partition("?")[0], option)], []
+        return [_file_at(url, url.partition("?")[0], option, cache)], []
     with explained(url, option):
         fs, path = file_system(url)
         matched = fs.glob(path, detail=True).items()
@@ -69,12 +81,28 @@ def _files_at(url: str, split: str, option: str) -> tuple[list[DataFile], list[s
     root = os.path.commonpath([os.path.dirname(name) for name in paths])
     names = {os.path.relpath(name, root): name for name in sorted(paths)}
     listing = files_of_split(list(names), split, url, "dataset_split", explicit=True)
-    return [_file_at(fs.unstrip_protocol(names[name]), names[name], option) for name in listing.names], listing.ignored
+    files = [_file_at(fs.unstrip_protocol(names[name]), names[name], option, cache) for name in listing.names]
+    return files, listing.ignored
 
 
-def _file_at(url: str, label: str, option: str) -> DataFile:
+def _file_at(url: str, label: str, option: str, cache: Path) -> DataFile:
     name = PurePosixPath(url.partition("?")[0]).name
-    kind = _kind(name, label, option)
+    packed = is_packed(name)
+    kind = "" if packed else _kind(name, label, option)
+    size, version = _version_at(url, name, option)
+    file = DataFile(url, label, name, kind, size, digest=f"{size} {version}")
+    if not packed:
+        return file
+    with explained(url, option):
+        contents = contents_of(partial(_open_at, file, None), name, label, [url, size, version], cache)
+    if contents.suffix in READ_AT_WILL:
+        problem = f"holds a {contents.suffix} file, which is not read from its beginning on"
+        raise ConfigError.about(option, url, problem, "store it without compressing it, or leave out dataset_streaming")
+    return replace(file, kind=kind_of_content(contents, label), content_size=contents.size)
+
+
+def _version_at(url: str, name: str, option: str) -> tuple[int, str]:
+    """Size and version of a file at a URL."""
     with explained(url, option):
         fs, path = file_system(url)
         facts = fs.info(path)
@@ -84,7 +112,7 @@ def _file_at(url: str, label: str, option: str) -> DataFile:
         missing = "size" if facts.get("size") is None else "version (ETag or Last-Modified)"
         problem = f"is not read in place: its server does not tell its {missing}"
         raise ConfigError.about(option, url, problem, "leave out dataset_streaming")
-    return DataFile(url, label, name, kind, int(facts["size"]), digest=f"{facts['size']} {version}")
+    return int(facts["size"]), version
 
 
 def _kind(path: str, label: str, option: str) -> str:
@@ -92,7 +120,7 @@ def _kind(path: str, label: str, option: str) -> str:
     if suffix not in KINDS or KINDS[suffix] == "arrow":
         known = ", ".join(KINDS)
         raise ConfigError(f"{option}: {label} ends in {suffix or 'nothing'!r}, and files are read in place if they "
-                          f"end in one of {known}; name such a file or a pattern, or leave out "
+                          f"end in one of {known}, compressed or not; name such a file or a pattern, or leave out "
                           "dataset_streaming")  # fmt: skip
     return KINDS[suffix]
 
@@ -104,8 +132,8 @@ def version_of(file: DataFile) -> tuple[int, str]:
         ConfigError: if it cannot be read.
     """
     if is_url(file.path):
-        now = _file_at(file.path, file.display_name, "dataset_name")
-        return now.size, now.digest
+        size, version = _version_at(file.path, file.name, "dataset_name")
+        return size, f"{size} {version}"
     try:
         status = os.stat(file.path)
     except OSError as error:
@@ -114,11 +142,18 @@ def version_of(file: DataFile) -> tuple[int, str]:
 
 
 def open_file(file: DataFile, end: int | None = None) -> BinaryIO:
-    """A data file for reading, wherever it lies; of a remote one, no byte from `end` on is fetched.
+    """A data file for reading, wherever it lies, and decompressed; of a remote one, no byte from `end` on is fetched.
 
     Raises:
         OSError: if it cannot be read.
+        ConfigError: if it is not what its suffix says.
     """
+    if file.content_size is not None:
+        return io.BufferedReader(PackedFile(file, partial(_open_at, file, None)), _BLOCK)
+    return _open_at(file, end)
+
+
+def _open_at(file: DataFile, end: int | None) -> BinaryIO:
     return io.BufferedReader(RemoteFile(file, end), _BLOCK) if is_url(file.path) else open(file.path, "rb")
 
 

@@ -20,6 +20,7 @@ from trainers.data.cache import TokenSet
 
 _ORDER = 4_801
 """Begins the seed of the order in which prompts are taken."""
+_SPLITS = ("training", "evaluation")
 
 
 @dataclass(frozen=True)
@@ -175,13 +176,16 @@ def refuse_missing_columns(config: TrainConfig, documents: TokenSet) -> None:
             )
 
 
-def refuse_other_columns(config: TrainConfig, train: TokenSet, evaluation: TokenSet | None) -> None:
+def refuse_other_columns(
+    config: TrainConfig, train: TokenSet, evaluation: TokenSet | None, names: tuple[str, str] = _SPLITS
+) -> None:
     """Refuses evaluation data whose rewards would be computed from other columns than those of the training data.
 
     Args:
         config: the run's config, whose objective samples.
         train: training data, each row of which has the same columns.
-        evaluation: the same of the evaluation data.
+        evaluation: the same of the evaluation data, or of a further window of a stream.
+        names: what messages call the two.
 
     Raises:
         ConfigError: with the first such column.
@@ -191,7 +195,7 @@ def refuse_other_columns(config: TrainConfig, train: TokenSet, evaluation: Token
     first, other = prompt_of(train, 0), prompt_of(evaluation, 0)
     for column in columns_of_rewards(config) or ():
         if first.has(column) != other.has(column):
-            lacking, having = ("evaluation", "training")[:: 1 if first.has(column) else -1]
+            having, lacking = names[:: 1 if first.has(column) else -1]
             name = config.columns.get(column, column)
             raise ConfigError(
                 f"the {having} data have {name!r}, and the {lacking} data do not: a reward would be another function "

@@ -12,6 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
+from trainers.data.cache import TokenSet
+from trainers.data.gathered import GatheredSet, Piece
 from trainers.data.joined import JoinedSet
 from trainers.data.layout import (
     FULL_SEQUENCE,
@@ -70,9 +72,9 @@ class Rows:
         teacher: what a teacher predicts, if it was recorded.
 
     `bounds` `[parts + 1]` is the first row of each part that is packed by itself, such as a source of a mix, and the
-    end. `splits_loss` says whether micro-batches tell which source a label is from. `noise` is what the embeddings of a
-    step's micro-batches get. `reference`, once set, holds the log-probability `[documents]` of each document under the
-    initial model.
+    end. `mix` is the mix that the data is of, or None. `splits_loss` says whether micro-batches tell which source a
+    label is from. `noise` is what the embeddings of a step's micro-batches get. `reference`, once set, holds the
+    log-probability `[documents]` of each document under the initial model.
     """
 
     def __init__(
@@ -90,14 +92,21 @@ class Rows:
         self.teacher = teacher
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
+        gathered = documents if isinstance(documents, GatheredSet) else None
+        if gathered is not None:
+            self.reference = gathered.reference
         self.splits_loss = False
         self.noise: NoiseRule | None = None
         self._filler: int | None = None
         parts = objective.documents
         count = len(documents.lengths) // parts
         self.mixed = documents if isinstance(documents, MixedSet) else None
+        self.mix = self.mixed.mix if self.mixed is not None else gathered.mix if gathered is not None else None
         apart = documents if isinstance(documents, JoinedSet) and documents.packs_apart else None
-        if packing:
+        if gathered is not None:
+            members, parts = np.arange(len(gathered), dtype=np.int32), 1  # examples are in rows already
+            self.offsets, self.bounds = gathered.row_offsets, gathered.row_bounds
+        elif packing:
             lengths = documents.lengths if parts == 1 else documents.lengths.reshape(count, parts).sum(1)
             bounds = (0, count) if apart is None else tuple((apart.bounds // parts).tolist())
             members, offsets, self.bounds = _pack_each(lengths, bounds, max_length)
@@ -133,11 +142,11 @@ class Rows:
 
     def trained_by_source(self, rows: np.ndarray) -> dict[str, int]:
         """Trained tokens of each source of a mix in the given rows; empty unless `splits_loss`."""
-        if self.mixed is None or not self.splits_loss:
+        if self.mix is None or not self.splits_loss:
             return {}
         sources = np.searchsorted(self.bounds, rows, side="right") - 1
         sums = np.bincount(sources, self.trained[rows], len(self.bounds) - 1).astype(np.int64)
-        return dict(zip(self.mixed.mix.names, sums.tolist(), strict=True))
+        return dict(zip(self.mix.names, sums.tolist(), strict=True))
 
     def scales(self, rows: np.ndarray | None = None) -> Scales:
         """The factors of a batch of the given rows (default: all)."""
@@ -237,6 +246,13 @@ class Rows:
         """Numbers of the documents in several rows."""
         return np.concatenate([self._members(row) for row in rows])
 
+    def piece(self, rows: np.ndarray) -> Piece:
+        """The documents of several rows; at least one row."""
+        assert isinstance(self.documents, TokenSet)
+        members = self.members_of(rows)
+        counts = self.offsets[rows + 1] - self.offsets[rows]
+        return Piece(self.documents, members, counts, None if self.reference is None else self.reference[members])
+
     def _scored(
         self,
         members: list[np.ndarray],
@@ -287,11 +303,12 @@ class Rows:
         """The source in a mix of each label of a micro-batch; the arguments are those of `_top_tokens`."""
         import torch
 
-        assert self.mixed is not None
+        assert self.mix is not None
+        assert isinstance(self.documents, MixedSet | GatheredSet)
         firsts = [int(in_row[0]) for in_row in members]
-        of_rows = np.searchsorted(self.mixed.bounds, firsts, side="right") - 1
+        of_rows = np.searchsorted(self.documents.bounds, firsts, side="right") - 1
         of_labels = of_rows[predicted_from // (micro_batch.slots // max(len(members), 1))]
-        return LabelSources(torch.from_numpy(of_labels), len(self.mixed.parts))
+        return LabelSources(torch.from_numpy(of_labels), len(self.mix.sources))
 
     def _top_tokens(self, members: list[np.ndarray], micro_batch: MicroBatch, predicted_from: np.ndarray) -> TopTokens:
         """What the recorded teacher predicts at the labels of a micro-batch.

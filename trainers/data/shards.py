@@ -59,9 +59,11 @@ Item = tuple[int, dict[str, Any] | BadRow]
 Record = tuple[int, int, bytes | None]  # offset, line, content (None: too large)
 
 
-def content_end(stream: BinaryIO, size: int, blank: bytes = b" \t\r\n") -> int:
+def content_end(stream: BinaryIO, file: DataFile, blank: bytes = b" \t\r\n") -> int:
     """Offset where the content ends: blank lines at the end of a file are not rows."""
-    end = size
+    if file.content_size is not None:  # measured when it was first decompressed
+        return file.content_size
+    end = file.size
     while end:
         start = max(0, end - 65536)
         stream.seek(start)

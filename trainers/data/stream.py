@@ -14,7 +14,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -37,23 +37,28 @@ from trainers.data.fill_cache import (
     options_of,
     refuse_bad,
     refuse_nothing,
+    writing,
 )
 from trainers.data.joined import JoinedSet
 from trainers.data.local_copies import cache_dir
+from trainers.data.mix import MixedSet
 from trainers.data.progress import Progress
 from trainers.data.remote import files_in_place, version_of
 from trainers.data.report import Report
 from trainers.data.shards import changed
 from trainers.data.sources import plan
+from trainers.data.stream_split import first_of_side, held_out_of_stream, selection_of_stream
 from trainers.data.template import Encoder, training_encoder
 from trainers.data.tokenise import TokenizeTask
 from trainers.data.workers import Pool
 from trainers.run.folder import read_json, write_json
+from trainers.run.process_limits import open_more_files
 
 SHARD_BYTES = 1 << 20
 """Least bytes of a shard, the unit in which the order of an epoch is shuffled."""
 _MIB = 1 << 20
 _PLAN = "shards.json"
+_LABEL = "the data"
 _TRIES = 5
 
 
@@ -70,13 +75,13 @@ class WindowSet(JoinedSet):
     Args:
         stream: the stream.
         window: which window.
-        parts: the documents of its shards.
+        shards: the documents of its shards by their numbers, of those that have any.
         report: of its shards.
     """
 
-    def __init__(self, stream: Stream, window: Window, parts: Sequence[TokenSet], report: Report):
-        super().__init__(parts, stream.fingerprint, report)
-        self.stream, self.window = stream, window
+    def __init__(self, stream: Stream, window: Window, shards: Mapping[int, TokenSet], report: Report):
+        super().__init__(list(shards.values()), stream.fingerprint, report)
+        self.stream, self.window, self.shards = stream, window, list(shards)
 
     @cached_property
     def digest(self) -> str:
@@ -89,13 +94,16 @@ class Stream:
 
     Args:
         config: data options, `seed`, `streaming_window` and `streaming_cache`.
+        label: what messages call the data.
+        beside: the streams of the same run so far, to which it adds itself; no shard in use by one of them is removed.
 
     Raises:
         ConfigError: if the data or the model's tokenizer cannot be read, or the data cannot be streamed.
     """
 
-    def __init__(self, config: TrainConfig):
-        self.config = config
+    def __init__(self, config: TrainConfig, label: str = _LABEL, beside: list[Stream] | None = None):
+        open_more_files()  # the arrays of the shards in use stay open
+        self.config, self.label = config, label
         self.files, self._ignored = files_in_place(config)
         self._versions = {file.path: (file.size, file.digest) if is_url(file.path) else version_of(file)
                           for file in self.files}  # fmt: skip
@@ -111,6 +119,9 @@ class Stream:
         self.is_remote = any(is_url(file.path) for file in self.files)
         self._windows: tuple[int, list[list[int]]] = (-1, [])
         self._in_use: list[int] = []
+        self._together = [] if beside is None else beside
+        self._together.append(self)
+        self._is_first = True
 
     @cached_property
     def _encoder(self) -> Encoder:
@@ -133,13 +144,45 @@ class Stream:
     def _plan(self) -> tuple[list[TokenizeTask], int]:
         shards = plan(self.files, self.config.sample_by, SHARD_BYTES, self.config.columns)
         rows, formats = sum(shard.rows for shard in shards), formats_of(self.config, shards)
-        shards = first_rows(shards, self.config.max_train_samples)
-        numbers = {file.path: number for number, file in enumerate(self.files)}
+        numbers, limit = {file.path: number for number, file in enumerate(self.files)}, self.config.max_train_samples
+        shards = first_rows(shards, None if self.config.eval_share else limit)
         tasks = [TokenizeTask([(shard, numbers[shard.file.path], formats[shard.file.path])], "") for shard in shards]
-        left_out = rows - sum(shard.rows for shard in shards)
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if limit is not None and self.config.eval_share:
+            tasks = self._first_of_side(tasks, limit)
+        left_out = rows - sum(task.shards[0][0].rows for task in tasks)
         write_json(self.folder / _PLAN, {"tasks": [task.to_json() for task in tasks], "left_out": left_out})
         return tasks, left_out
+
+    def _first_of_side(self, tasks: list[TokenizeTask], limit: int) -> list[TokenizeTask]:
+        """The tasks with the first `limit` rows that are not held out."""
+        name = self.config.model_name_or_path
+        with writing(self.folder), tempfile.TemporaryDirectory(prefix="tmp-", dir=self.folder) as scratch:
+            parts = [replace(task, part=f"{scratch}/{number}") for number, task in enumerate(tasks)]
+            options = options_of(self.config, self._encoder)
+            with Pool(self._processes(len(tasks)), Path(scratch), self._encoder, options, name) as pool:
+                return first_of_side(pool, parts, self.config, False, limit)
+
+    def held_out(self) -> TokenSet:
+        """The evaluation data: the first `max_eval_samples` rows that `eval_share` holds out.
+
+        Raises:
+            ConfigError: as for `prepare`, or if no row is held out.
+        """
+        fingerprint, names = self._of_held_out, [file.display_name for file in self.files]
+        folder = self.folder.parent.parent / fingerprint
+        documents = open_cache(folder, fingerprint)
+        if documents is None:
+            with locked(folder, "eval"):
+                documents = open_cache(folder, fingerprint) or held_out_of_stream(
+                    self.config, self.tasks, names, folder, fingerprint, self._processes(len(self.tasks))
+                )
+        documents.rename_sources(self.config.training_data, names)
+        return documents
+
+    @property
+    def _of_held_out(self) -> str:
+        return _sha256([self._of_shards, "eval", self.config.max_eval_samples])
 
     def _of_today(self, task: TokenizeTask) -> TokenizeTask:
         """A planned task with the current path of its file: the plan identifies data by content."""
@@ -170,6 +213,10 @@ class Stream:
             return Window(window.epoch, window.number + 1)
         return Window(window.epoch + 1, 0)
 
+    def rows_in(self, window: Window) -> int:
+        """Rows of the data in a window."""
+        return sum(self.shards[shard].rows for shard in self.windows(window.epoch)[window.number])
+
     def rows_before(self, window: Window) -> int:
         """Rows of the data that earlier windows of the same epoch read."""
         earlier = self.windows(window.epoch)[: window.number]
@@ -188,17 +235,22 @@ class Stream:
                 break
             with locked(self.folder, None):
                 missing = [number for number in numbers if self.cached(number) is None]
-                self._tokenise(missing, keep={*numbers, *self._in_use}, shows=window == (0, 0))
+                self._tokenise(missing, keep=numbers, shows=self._is_first)
         else:
             raise ConfigError(f"tokenized data in {self.folder} cannot be read back; check the disk, or set cache_dir")
-        if window == (0, 0):
-            self._refuse_small_cache([self._path(number) for number in numbers])
         self._in_use = numbers
+        if self._is_first:
+            self._refuse_small_cache()
+        self._is_first = False
         report = self._report(window, parts)
         refuse_bad(report, self.config)
         refuse_nothing(report, splits=True)
-        with_documents = [part for part in parts if len(part)]
+        with_documents = {number: part for number, part in zip(numbers, parts, strict=True) if len(part)}
         return WindowSet(self, window, with_documents, report)
+
+    def open_first(self, window: Window) -> WindowSet:
+        """The documents of a window; of the first one if there is none of that number, which a resume refuses later."""
+        return self.open(window if window.number < len(self.windows(window.epoch)) else Window(0, 0))
 
     def _report(self, window: Window, parts: Iterable[TokenSet]) -> Report:
         name = f"{self.config.training_data} (window {window.number + 1} of {len(self.windows(window.epoch))})"
@@ -207,6 +259,8 @@ class Stream:
             report.merge(part.report)
             report.formats = sorted({*report.formats, *part.report.formats})
         report.ignored_files = self._ignored
+        if self.config.eval_share:
+            report.held_out = self.rows_in(window) - report.rows
         return report
 
     def _path(self, number: int) -> Path:
@@ -225,37 +279,44 @@ class Stream:
                 os.utime(folder)
         return token_set
 
-    def _tokenise(self, numbers: list[int], keep: set[int], shows: bool) -> None:
+    def _used(self) -> list[Path]:
+        """The folders of the shards in use by the streams of this run."""
+        return [stream._path(number) for stream in self._together for number in stream._in_use]
+
+    def _tokenise(self, numbers: list[int], keep: list[int], shows: bool) -> None:
         """Tokenises shards into their folders, and removes others so that all fit into the limit.
 
         Args:
             numbers: the shards; the caller holds the lock.
-            keep: shards that are not removed.
+            keep: shards that are not removed, besides those in use.
             shows: whether to show the progress.
         """
         if not numbers:
             return
         options = options_of(self.config, self._encoder)
         processes = self._processes(len(numbers))
-        name, keep_folders = self.config.model_name_or_path, {self._path(shard) for shard in keep}
+        name, keep_folders = self.config.model_name_or_path, {*self._used(), *map(self._path, keep)}
         total = sum(self.shards[number].rows for number in numbers)
-        known = [self._path(number) for number in keep]
-        size = max(map(_bytes_of, known), default=0) or max(
+        size = max(map(_bytes_of, keep_folders), default=0) or max(
             map(_bytes_of, _shard_folders(self.folder.parent)), default=0
         )
         limit = max(0, self.limit - (processes + 1) * size)  # without those that are being written
         used = _make_room(self.folder.parent, limit, keep_folders)
-        try:
+        with writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             for leftover in self.folder.glob("tmp-*"):  # of a killed run: the caller holds the lock
                 shutil.rmtree(leftover, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="tmp-", dir=self.folder) as scratch:
                 folder = Path(scratch)
                 tasks = [
-                    TokenizeTask([(self.shards[number], 0, self.tasks[number].shards[0][2])], f"{folder}/{number}")
+                    TokenizeTask(
+                        [(self.shards[number], 0, self.tasks[number].shards[0][2])],
+                        f"{folder}/{number}",
+                        selection_of_stream(self.config, held_out=False),
+                    )
                     for number in numbers
                 ]
-                progress_bar = Progress("tokenizing the first window", total) if shows else nullcontext()
+                progress_bar = Progress(f"tokenizing a window of {self.label}", total) if shows else nullcontext()
                 with Pool(processes, folder, self._encoder, options, name) as pool, progress_bar as progress:
                     done = pool.run(tasks, progress.add if progress else lambda _: None)
                     for number, (task, report) in zip(numbers, done, strict=True):
@@ -263,23 +324,19 @@ class Stream:
                         used += _bytes_of(self._path(number))
                         if used > limit:
                             used = _make_room(self.folder.parent, limit, keep_folders)
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise ConfigError(
-                f"cannot write tokenized data to {self.folder}: {reason}; free space there, or set cache_dir"
-            ) from None
 
     def _processes(self, shards: int) -> int:
         return max(1, min(shards, self.config.dataset_num_proc or cores()))
 
-    def _refuse_small_cache(self, first: list[Path]) -> None:
-        """Raises ConfigError if the cache does not hold the window in use and the one after it, by the first one."""
-        sizes = [_bytes_of(path) for path in first]
-        needed = 2 * sum(sizes) + (self._processes(len(first)) + 1) * max(sizes, default=0)
+    def _refuse_small_cache(self) -> None:
+        """Raises ConfigError if the cache does not hold the windows in use and those after them, by the first ones."""
+        sizes = [_bytes_of(path) for path in self._used()]
+        needed = 2 * sum(sizes) + (self._processes(len(self._in_use)) + 1) * max(sizes, default=0)
         if needed > self.limit:
+            streams = len(self._together)
             problem = (
                 f"MiB do not hold two windows of streaming_window={self.config.streaming_window:,} rows "
-                f"({needed / _MIB:,.0f} MiB)"
+                f"{f'of each of {streams} streams ' * (streams > 1)}({needed / _MIB:,.0f} MiB)"
             )
             remedy = f"use {-(-needed // _MIB) + 1} or more, or a smaller streaming_window"
             raise ConfigError.about("streaming_cache", self.config.streaming_cache, problem, remedy)
@@ -358,18 +415,30 @@ def _refuse_whole(file: DataFile) -> None:
         raise ConfigError(f"{problem}; write one object per line (.jsonl), or leave out dataset_streaming")
 
 
-def stream_lines(documents: Any) -> list[str]:
-    """The lines that a run prints about a stream; none for other data."""
-    if not isinstance(documents, WindowSet):
-        return []
-    stream, config = documents.stream, documents.stream.config
-    windows = len(stream.windows(0))
-    size = sum(file.size for file in stream.files) / _MIB
-    return [
-        f"streaming {size:,.0f} MiB: {stream.rows:,} rows in {len(stream.shards):,} shards, read in a new order each "
-        f"epoch; rows are shuffled within {windows:,} window{'s'[: windows != 1]} of {config.streaming_window:,} rows "
-        f"or a little more, which are tokenized ahead and take at most {config.streaming_cache:,} MiB on disk",
-        "streaming does not promise: the steps of an epoch before it is read (max_steps decides), a shuffle of all "
-        "rows, and a check of rows, repeated documents and leaks to the evaluation data beyond the first window "
-        "before the start; a bad row saves and ends the run when its window comes (bad_rows=skip leaves it out)",
-    ]
+def streams_of(documents: TokenSet) -> list[Stream]:
+    """The streams that training data is read from, of a mix those among its sources."""
+    parts = documents.parts if isinstance(documents, MixedSet) else [documents]
+    return [part.stream for part in parts if isinstance(part, WindowSet)]
+
+
+def stream_lines(documents: TokenSet) -> list[str]:
+    """The lines that a run prints about its streams; none for other data."""
+    streams, lines = streams_of(documents), list[str]()
+    for stream in streams:
+        config, windows = stream.config, len(stream.windows(0))
+        size, name = sum(file.size for file in stream.files) / _MIB, f"{stream.label}: " * (stream.label != _LABEL)
+        lines.append(
+            f"streaming {name}{size:,.0f} MiB: {stream.rows:,} rows in {len(stream.shards):,} shards, read in a new "
+            f"order each epoch; rows are shuffled within {windows:,} window{'s'[: windows != 1]} of "
+            f"{config.streaming_window:,} rows or a little more, which are tokenized ahead and take at most "
+            f"{config.streaming_cache:,} MiB on disk" + " with those of the other streams" * (len(streams) > 1)
+        )
+        if packed := sum(file.content_size is not None for file in stream.files):
+            lines.append(f"{packed:,} of its files are compressed: each shard is read from the beginning of its file")
+    if streams:
+        lines.append(
+            "streaming does not promise: the steps of an epoch before it is read (max_steps decides), a shuffle of all "
+            "rows, and a check of rows, repeated documents and leaks to the evaluation data beyond the first window "
+            "before the start; a bad row saves and ends the run when its window comes (bad_rows=skip leaves it out)"
+        )
+    return lines

@@ -126,7 +126,7 @@ def _delimiter(stream: BinaryIO, end: int, kind: str) -> str:
 def shard_csv(file: DataFile, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a CSV or TSV file, which is parsed to find row boundaries, as a quoted field may contain newlines."""
     with open_file(file) as stream:
-        end = content_end(stream, file.size, b"\r\n")
+        end = content_end(stream, file, b"\r\n")
         delimiter = _delimiter(stream, end, file.kind)
         records = _csv_records(stream, 0, end, 1, delimiter)
         first = next(records, None)

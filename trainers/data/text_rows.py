@@ -41,7 +41,7 @@ def _paragraphs(records: Iterable[Record]) -> Iterator[Record]:
 def shard_text(file: DataFile, sample_by: str, shard_bytes: int) -> Iterator[FileShard]:
     """Shards of a text file, split between documents."""
     with open_file(file) as stream:
-        end = content_end(stream, file.size)
+        end = content_end(stream, file)
         if end:
             stream.seek(0)
             yield from group(file, _text_records(stream, 0, end, 1, sample_by), end, shard_bytes)

@@ -30,8 +30,8 @@ class Progress:
         loss_scale: State of the fp16 gradient scaler.
         skipped_steps: Steps (from 1) without an update, because of non-finite values or a loss spike.
         recent_losses: Losses that the next one is compared with, to detect spikes.
-        stream: The window of a stream that the step has come to, and how many rows of it were trained; see
-            `StreamPlan.position`.
+        stream: Of each source, the window of a stream that the step has come to, and how many rows of it were trained;
+            see `StreamPlan.position`.
     """
 
     step: int = 0
@@ -44,7 +44,7 @@ class Progress:
     loss_scale: dict[str, Any] | None = None
     skipped_steps: list[int] = field(default_factory=list)
     recent_losses: list[float] = field(default_factory=list)
-    stream: dict[str, int] = field(default_factory=dict)
+    stream: list[dict[str, int]] = field(default_factory=list)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Progress:

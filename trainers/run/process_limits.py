@@ -1,11 +1,13 @@
-"""Limits on time and memory of tokenizers and chat templates, which come with untrusted models. Imports no torch.
+"""Limits on time and memory of tokenizers and chat templates, which come with untrusted models; and on open files.
 
 At a memory limit, Python raises MemoryError, but the tokenizers library, written in Rust, aborts the process, and its
-calls cannot be interrupted. It therefore runs in child processes, whose death is reported in one sentence.
+calls cannot be interrupted. It therefore runs in child processes, whose death is reported in one sentence. Imports no
+torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import resource
 import signal
@@ -72,6 +74,13 @@ def encoding_bytes(size: int) -> int:
 def encoding_seconds(size: int, messages: int = 0) -> float:
     """Returns the CPU seconds that rendering and tokenizing `size` bytes of text in `messages` messages may take."""
     return _SECONDS + _SECONDS_PER_BYTE * size + _SECONDS_PER_MESSAGE * messages
+
+
+def open_more_files() -> None:
+    """Raises the limit of files that this process may have open, as far as it may be raised."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # some systems have a lower one that they do not tell
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def expect_death() -> None:

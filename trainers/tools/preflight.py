@@ -26,13 +26,12 @@ from trainers.data.fill_cache import Split
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.local_copies import cache_dir
 from trainers.data.mismatched import Mismatched
-from trainers.data.mix import MixedSet
 from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, prepare_splits, report_lines
 from trainers.data.rollouts import check_prompts, prompts_to_answer, refuse_cut_rows, refuse_other_columns
 from trainers.data.rows import Rows
-from trainers.data.stream import WindowSet
+from trainers.data.stream import streams_of
 from trainers.data.stream_plan import StreamPlan
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
 from trainers.data.tokenizer import tokenizer_hash
@@ -138,7 +137,7 @@ def plan_training(
         ConfigError: if the global batch does not divide evenly, or is larger than the data.
     """
     try:
-        if isinstance(train, WindowSet):
+        if streams_of(train):
             return StreamPlan(train, partial(make_rows, config, shard=shard), config, data_parallel_size)
         return TrainPlan(make_rows(config, train, shard), config, data_parallel_size)
     except ConfigError as error:  # too few rows: dropped rows are the likely cause
@@ -167,7 +166,7 @@ def make_rows(
     )  # fmt: skip
     if split == "train" and config.neftune_noise_alpha > 0:
         rows.noise = NoiseRule(config.neftune_noise_alpha, config.seed)
-    rows.splits_loss = split == "train" and isinstance(documents, MixedSet) and spec.name == "sft"
+    rows.splits_loss = split == "train" and rows.mix is not None and spec.name == "sft"
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -131,8 +132,12 @@ def test_what_cannot_be_read_is_refused_by_name(hub: FakeHub, tmp_path: Path) ->
         return str(error.value)
 
     assert f"dataset_name={url_of(hub, 'other.jsonl')} does not exist" in refused(url_of(hub, "other.jsonl"))
-    (hub.folder / "rows" / "data" / "rows.tar").write_text("x")
-    assert "ends in '.tar'" in refused(url_of(hub, "rows.tar"))
+    for name in ("rows.tar", "rows.xlsx"):
+        (hub.folder / "rows" / "data" / name).write_text("x")
+    assert "rows.tar as a tar" in refused(url_of(hub, "rows.tar"))
+    assert "ends in '.xlsx'" in refused(url_of(hub, "rows.xlsx"))
+    (hub.folder / "rows" / "data" / "rows.parquet.gz").write_bytes(gzip.compress(b"PAR1"))
+    assert "is not read from its beginning on" in refused(url_of(hub, "rows.parquet.gz"))
     assert "cannot be downloaded" in refused("http://127.0.0.1:9/rows.jsonl")
     (hub.folder / "rows" / "data" / "list.json").write_text(json.dumps(texts(3)))
     assert "is a .json file, which is read as a whole" in refused(url_of(hub, "list.json"))

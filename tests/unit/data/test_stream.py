@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import resource
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +18,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.parity.runs import mostly_long
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
-from trainers.data import stream
-from trainers.data.prepare import cached, prepare
+from trainers.data import cache, stream, stream_split
+from trainers.data.gathered import GatheredSet
+from trainers.data.prepare import cached, prepare, prepare_splits
+from trainers.data.rows import Rows
 from trainers.data.stream import Stream, Window, WindowSet, stream_lines
 from trainers.data.stream_plan import StreamPlan
+from trainers.data.stream_rows import StreamedRows
 from trainers.run.errors import TrainingError
+from trainers.run.folder import write_json
+from trainers.run.manifest import FORMAT, seal
 from trainers.tools.preflight import describe_plan, plan_training
 
 MIB = 1 << 20
@@ -88,6 +96,18 @@ def planned(config: TrainConfig, world: int = 1) -> StreamPlan:
     return plan
 
 
+def stream_of(plan: StreamPlan) -> Stream:
+    (source,) = plan.sources
+    assert isinstance(source, StreamedRows)
+    return source.stream
+
+
+def pieces_of(rows: Rows) -> int:
+    """How many windows the rows of a batch are from."""
+    assert isinstance(rows.documents, GatheredSet)
+    return len(rows.documents.pieces)
+
+
 def walk(plan: StreamPlan, steps: int) -> int:
     """Agrees on the data of the first steps; returns their number."""
     for step in range(steps):
@@ -118,16 +138,16 @@ def test_every_row_is_read_once_in_each_epoch(data: Path, packing: bool, window:
 def test_rows_are_shuffled_within_windows_of_the_size_that_is_asked_for(data: Path) -> None:
     config = config_of(data, packing=False, group_by_length=False)
     plan = planned(config)
-    shards = plan.stream.shards
+    shards = stream_of(plan).shards
     for epoch in range(3):
-        windows = plan.stream.windows(epoch)
+        windows = stream_of(plan).windows(epoch)
         assert sorted(shard for window in windows for shard in window) == list(range(len(shards)))
         rows = [sum(shards[shard].rows for shard in window) for window in windows]
         largest = max(shard.rows for shard in shards)
         assert all(60 <= count < 60 + largest for count in rows[:-1])
         assert 60 <= rows[-1] < 2 * 60 + largest
     read = [line_of(place) for step in range(15) for place in plan.locations(step)]
-    first = [shards[shard] for shard in plan.stream.windows(0)[0]]
+    first = [shards[shard] for shard in stream_of(plan).windows(0)[0]]
     assert {*read[:60]} <= {line for shard in first for line in range(shard.line, shard.line + shard.rows)}
     assert read[:60] != sorted(read[:60])
 
@@ -151,9 +171,10 @@ def test_a_batch_is_a_function_of_the_step_and_what_a_checkpoint_holds(
             shares = [place for rank in range(world) for place in resumed.locations(later, rank)]
             assert Counter(shares) == Counter(batches[later])
     assert planned(config).locations(step) == batches[step], "also without a position"
-    if saved["rows"] + 1 < size:
+    (only,) = saved
+    if only["rows"] + 1 < size:
         other = planned(config)
-        other.restore(step, {**saved, "rows": saved["rows"] + 1})
+        other.restore(step, [{**only, "rows": only["rows"] + 1}])
         assert other.locations(step) != batches[step], "control: another position"
 
 
@@ -192,7 +213,7 @@ def test_rows_of_two_windows_share_a_batch_and_none_is_repeated_on_another_rank(
     crossed = 0
     for step in range(20):
         data_rows, chosen = plans[0].chosen(step)
-        crossed += len(data_rows.bounds) > 2
+        crossed += pieces_of(data_rows) > 1
         batches = [plan.batch(step, rank) for rank, plan in enumerate(plans)]
         real = [int(micro.tokens) for batch in batches for micro in batch.micro_batches]
         assert sum(real) == batches[0].tokens == int(data_rows.lengths[chosen].sum())
@@ -206,7 +227,7 @@ def test_a_batch_may_hold_rows_of_several_windows(data: Path) -> None:
     shards = Stream(config_of(data)).shards
     is_long_first = (seed for seed in range(50) if shards[_first_shard(data, seed)].line < 50)
     plan = planned(config_of(data, seed=next(is_long_first), streaming_window=12, global_batch_size=6))
-    assert max(len(plan.chosen(step)[0].bounds) - 1 for step in range(12)) > 2
+    assert max(pieces_of(plan.chosen(step)[0]) for step in range(12)) > 2
     lines, step = Counter[int](), 0
     while plan.epochs(step) < 1.2:
         lines += Counter(map(line_of, plan.locations(step)))
@@ -240,8 +261,8 @@ def test_two_runs_share_a_cache_that_is_too_small_for_both(tmp_path: Path, monke
 def test_a_stop_does_not_wait_for_the_next_window(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan, released = planned(config_of(data, packing=False)), Event()
     batches = plan.batches(0, 0)
-    opened = plan.stream.open
-    monkeypatch.setattr(plan.stream, "open", lambda window: (released.wait(60), opened(window))[1])
+    opened = stream_of(plan).open
+    monkeypatch.setattr(stream_of(plan), "open", lambda window: (released.wait(60), opened(window))[1])
     for _ in range(len(plan.rows) // 4):
         next(batches)
     began = time.monotonic()
@@ -253,7 +274,35 @@ def test_a_stop_does_not_wait_for_the_next_window(data: Path, monkeypatch: pytes
 def test_a_position_that_the_stream_does_not_have_is_refused(data: Path) -> None:
     plan = planned(config_of(data, streaming_window=600))
     with pytest.raises(TrainingError, match="the checkpoint is in window 10 of epoch 1, which has 1 now"):
-        plan.restore(50, {"epoch": 0, "window": 9, "rows": 17})
+        plan.restore(50, [{"epoch": 0, "window": 9, "rows": 17, "tokens": 0}])
+
+
+@pytest.mark.parametrize("readable", mostly_long([True, False], [True]))
+def test_a_resume_tokenises_from_the_window_where_it_stands(data: Path, tmp_path: Path, readable: bool) -> None:
+    config, step = config_of(data, packing=False), 50
+    plan = planned(config)
+    walk(plan, step)
+    batches, position = [plan.locations(later) for later in range(step, step + 9)], plan.position(step)
+    assert position[0]["window"] >= 2
+    folder = tmp_path / "run" / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    manifest: dict[str, Any] = {
+        "format": FORMAT, "step": step, "world": 1, "base": "", "data_fingerprint": "", "config": {}, "files": {},
+        "progress": {"stream": position}, "tensors": {}, "versions": {},
+    }  # fmt: skip
+    write_json(folder / "manifest.json", {**manifest, "seal": seal(manifest) if readable else "damaged"})
+    changes = {
+        "resume_from_checkpoint": "auto",
+        "output_dir": str(tmp_path / "run"),
+        "cache_dir": str(tmp_path / "new"),
+    }
+    resumed = planned(config.model_copy(update=changes))
+    resumed.restore(step, position)
+    assert [resumed.locations(later) for later in range(step, step + 9)] == batches
+    stream = stream_of(resumed)
+    tokenised = {int(path.name) for path in stream.folder.glob("[0-9]*") if not path.suffix}
+    first = {*stream.windows(0)[0]}
+    assert (not tokenised & first) == readable, "control: a checkpoint that cannot be read says nothing"
 
 
 def test_a_bad_row_is_refused_when_its_window_comes(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -283,16 +332,17 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
         plan.agree(0, WithAnother(("another digest", None)))
     with pytest.raises(TrainingError, match="cannot be read: rank 1: no such file"):
         plan.agree(0, WithAnother(("", "no such file")))
-    plan.agree(0, WithAnother((plan.stream.open(Window(0, 0)).digest, None)))
+    plan.agree(0, WithAnother((stream_of(plan).open(Window(0, 0)).digest, None)))
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"max_steps": None}, "dataset_streaming=true needs max_steps"),
-        ({"eval_share": 0.1}, "with eval_share.*eval_dataset_name"),
-        ({"mix": "mix.yaml", "dataset_name": None}, "with a mix"),
-        ({"objective": "dpo"}, "with objective=dpo"),
+        ({"eval_share": 0.1}, "with eval_share needs max_eval_samples.*eval_dataset_name"),
+        ({"eval_share": 1e-9, "max_eval_samples": 5}, "eval_share=1e-09 holds out no row of the stream"),
+        ({"objective": "kto"}, "with objective=kto.*loss_type=apo_zero_unpaired"),
+        ({"objective": "distill", "teacher_log_probs": "recorded"}, "with teacher_log_probs, which were recorded"),
         (
             {"streaming_window": 1, "global_batch_size": 40},
             "streaming_window=1 gives .* at first.*make it larger",
@@ -302,8 +352,13 @@ def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
     ],
 )
 def test_what_does_not_fit_a_stream_is_refused(data: Path, changes: dict[str, Any], problem: str) -> None:
+    def start() -> None:
+        config = config_of(data, **{"packing": False, **changes})
+        prepare_splits(config)
+        planned(config)
+
     with pytest.raises(ConfigError, match=problem):
-        planned(config_of(data, **{"packing": False, **changes}))
+        start()
 
 
 def test_data_that_is_held_whole_is_refused(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,7 +399,7 @@ def test_the_start_says_what_is_promised_and_what_is_not(data: Path) -> None:
 def test_shards_in_the_cache_are_not_tokenised_again_and_damage_is_repaired(data: Path) -> None:
     config = config_of(data)
     before = planned(config)
-    folders = {path: path.stat().st_ino for path in before.stream.folder.glob("[0-9]*")}
+    folders = {path: path.stat().st_ino for path in stream_of(before).folder.glob("[0-9]*")}
     again = planned(config)
     assert {path: path.stat().st_ino for path in folders} == folders
     for path in folders:
@@ -357,6 +412,23 @@ def test_shards_in_the_cache_are_not_tokenised_again_and_damage_is_repaired(data
         assert np.array_equal(ours.input_ids.numpy(), theirs.input_ids.numpy())
 
 
+def test_a_window_of_many_shards_does_not_run_out_of_open_files(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(data, streaming_window=999)
+    prepare(config, "train")
+    monkeypatch.setattr(cache, "_MAPPED", 1)  # as of large shards
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 50
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        assert len(prepare(config, "train")) == 300
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        monkeypatch.setattr(stream, "open_more_files", lambda: None)
+        with pytest.raises(ConfigError, match=r"Too many open files; raise the limit \(ulimit -n\)"):
+            prepare(config, "train")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 def test_a_limit_of_rows_is_a_limit_of_the_stream(data: Path) -> None:
     plan = planned(config_of(data, max_train_samples=130, packing=False))
     lines, step = list[int](), 0
@@ -365,6 +437,38 @@ def test_a_limit_of_rows_is_a_limit_of_the_stream(data: Path) -> None:
         step += 1
     assert {*lines} == {*range(1, 131)}
     assert any("170 rows left out by max_train_samples" in line for line in plan.rows.documents.report.lines())
+
+
+@pytest.mark.parametrize(("limit", "rows"), mostly_long([(12, None), (5, 130)], [(5, 130)]))
+def test_rows_are_held_out_by_the_rule_of_data_that_is_read_in_full(data: Path, limit: int, rows: int | None) -> None:
+    changes = {"eval_share": 0.1, "max_eval_samples": limit, "max_train_samples": rows, "packing": False}
+    config = config_of(data, **changes)
+    in_full = config.model_copy(update={"dataset_streaming": False})
+    train, evaluation = prepare(in_full, "train"), prepare(config, "eval")
+    expected = prepare(in_full, "eval")
+    assert [evaluation.where(index) for index in range(limit)] == [expected.where(index) for index in range(limit)]
+    assert len(evaluation) == len(expected) == limit
+    plan, lines, step = planned(config), list[int](), 0
+    while plan.epochs(step) < 1:
+        lines += map(line_of, plan.locations(step))
+        step += 1
+    assert {*lines} == {line_of(train.where(index)) for index in range(len(train))}
+    assert not {*lines} & {line_of(evaluation.where(index)) for index in range(limit)}
+    assert plan.rows.documents.report.held_out > 0  # type: ignore[attr-defined]
+    other = prepare(config.model_copy(update={"seed": 5}), "eval")
+    assert other.where(0) != evaluation.where(0) or other.where(1) != evaluation.where(1), "control: another seed"
+
+
+def test_rows_are_hashed_only_until_enough_are_held_out(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = list[str]()  # and other small files that are read
+    read = stream_split.np.fromfile
+    monkeypatch.setattr(
+        stream_split.np, "fromfile", lambda path, dtype: (hashed.append(path.name), read(path, dtype))[1]
+    )
+    stream_of_all = Stream(config_of(data, eval_share=0.1, max_eval_samples=3))
+    assert len(stream_of_all.held_out()) == 3
+    hashes = [name for name in hashed if name.endswith(".hashes")]
+    assert 0 < len(hashes) < len(stream_of_all.shards) / 2
 
 
 def test_data_that_moves_is_the_same_stream(data: Path, tmp_path: Path) -> None:

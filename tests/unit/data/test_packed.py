@@ -1,0 +1,165 @@
+"""A stream of compressed files and tars holds the rows of the plain files, without a copy on disk."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.fake_hub import FakeHub
+from tests.parity.runs import mostly_long
+from tests.unit.data.test_remote import configured, hub, url_of
+from tests.unit.data.test_stream import texts
+from trainers.config.mistakes import ConfigError
+from trainers.config.options import TrainConfig
+from trainers.data import packed, stream
+from trainers.data.prepare import prepare
+from trainers.data.stream import Stream, Window
+
+__all__ = ["hub"]  # a fixture
+ROWS = 300
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "SHARD_BYTES", 2000)
+
+
+def zipped(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("inside.jsonl", content)
+    return file.getvalue()
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress, ".zip": zipped,
+}  # fmt: skip
+
+
+def jsonl(end: str = "\n\n  \n") -> bytes:
+    return ("\n".join(map(json.dumps, texts(ROWS))) + end).encode()
+
+
+def documents(config: TrainConfig) -> list[tuple[str, bytes]]:
+    """Line and tokens of every document of the first epoch, sorted."""
+    reading, listed = Stream(config), list[tuple[str, bytes]]()
+    for number in range(len(reading.windows(0))):
+        window = reading.open(Window(0, number))
+        listed += [(window.where(index).rpartition(":")[2], window.document(index)[0].tobytes())
+                  for index in range(len(window))]  # fmt: skip
+    return sorted(listed)
+
+
+def copies(cache: Path) -> list[Path]:
+    return [path for path in (cache / "sources").glob("*") if path.suffix != ".json"]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes]]:
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "rows.jsonl").write_bytes(jsonl())
+    return documents(configured(str(folder / "rows.jsonl"), folder / "cache", streaming_window=10**6))
+
+
+@pytest.mark.parametrize("suffix", mostly_long(PACK, [".gz", ".zst"]))
+def test_a_compressed_file_has_the_rows_of_the_plain_one(
+    suffix: str, plain: list[tuple[str, bytes]], tmp_path: Path
+) -> None:
+    path = tmp_path / f"rows.jsonl{suffix}"
+    path.write_bytes(PACK[suffix](jsonl()))
+    config = configured(str(path), tmp_path / "cache", streaming_window=100)
+    assert documents(config) == plain
+    assert 3 <= len(Stream(config).shards) <= packed.PARTS
+    assert not copies(tmp_path / "cache")
+
+
+def test_a_large_file_has_few_shards_and_is_read_from_where_they_begin(
+    plain: list[tuple[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "SHARD_BYTES", 100)
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(jsonl("")))
+    config = configured(str(path), tmp_path / "cache")
+    assert len(Stream(config).shards) in (packed.PARTS - 1, packed.PARTS)
+    assert documents(config) == plain
+
+
+def test_a_tar_is_read_as_its_rows(tmp_path: Path) -> None:
+    def write(path: Path, mode: str) -> None:
+        with tarfile.open(path, mode) as tar:  # type: ignore[call-overload]
+            for number, row in enumerate(texts(ROWS)):
+                member = tarfile.TarInfo(f"{number:04d}.txt")
+                member.size = len(row["text"])
+                tar.addfile(member, io.BytesIO(row["text"].encode()))
+
+    listed = []
+    for name, mode in (("rows.tar", "w"), ("rows.tgz", "w:gz"), ("rows.tar.xz", "w:xz")):
+        write(tmp_path / name, mode)
+        listed.append(documents(configured(str(tmp_path / name), tmp_path / "cache", streaming_window=10**6)))
+    assert not copies(tmp_path / "cache")
+    in_full = prepare(configured(str(tmp_path / name), tmp_path / "cache", dataset_streaming=False), "train")
+    places = [in_full.where(index).rpartition(":")[2] for index in range(ROWS)]
+    assert listed == 3 * [sorted((place, in_full.document(index)[0].tobytes()) for index, place in enumerate(places))]
+    assert copies(tmp_path / "cache"), "control: data that is read in full has a copy"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("rows.csv", "text\n" + "\n".join(f'"row {n}\nof two lines {n}"' for n in range(60)) + "\n\n"),
+        ("rows.tsv", "prompt\tcompletion\n" + "\n".join(f"say {n}\t{n}" for n in range(60)) + "\n\n"),
+        ("rows.txt", "\n".join(f"line {n} über" for n in range(60)) + "\n \n"),
+    ],
+)
+def test_other_kinds_of_rows_are_read_alike(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+    of_both = [documents(configured(str(tmp_path / file), tmp_path / "cache", streaming_window=10**6))
+               for file in (name, f"{name}.gz")]  # fmt: skip
+    assert of_both[0] == of_both[1]
+    assert len(of_both[0]) == 60
+
+
+def test_a_compressed_file_at_a_url_is_one_shard(hub: FakeHub, plain: list[tuple[str, bytes]], tmp_path: Path) -> None:
+    (hub.folder / "rows" / "data" / "packed.jsonl.gz").write_bytes(gzip.compress(jsonl()))
+    config = configured(url_of(hub, "packed.jsonl.gz"), tmp_path / "cache")
+    assert documents(config) == plain
+    assert len(Stream(config).shards) == 1
+    assert not copies(tmp_path / "cache")
+
+
+def test_a_file_that_is_broken_or_changes_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl.gz"
+    whole_file = gzip.compress(jsonl())
+    config = configured(str(path), tmp_path / "cache")
+    for content, problem in [
+        (whole_file[: len(whole_file) // 2], r"cannot read .*rows.jsonl.gz as \.gz file"),
+        (b"not compressed", r"cannot read .*rows.jsonl.gz as \.gz file"),
+        (gzip.compress(b""), "empty file: it has no rows"),
+    ]:
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=problem):
+            Stream(config).open(Window(0, 0))
+    path.write_bytes(whole_file)
+    reading = Stream(config)
+    reading.open(Window(0, 0))
+    path.write_bytes(gzip.compress(jsonl().replace(b"row", b"ROW")))
+    with pytest.raises(ConfigError, match="changed while it was read"):
+        reading.open(Window(0, 1))
+
+
+def test_what_is_not_read_from_its_beginning_on_is_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps(texts(5)).encode()))
+    with pytest.raises(ConfigError, match=r"rows.json.gz is a .json file, which is read as a whole"):
+        Stream(configured(str(tmp_path / "rows.json.gz"), tmp_path / "cache"))
