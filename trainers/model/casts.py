@@ -79,8 +79,7 @@ def only_cast(loss: Any) -> set[str]:
 
 def _trace(loss: Any, narrow: set[str]) -> Trace:
     """Follows a pass over fakes of a model, whose weights of these names have the compute dtype."""
-    with _eager(loss.base), _restored(loss.model), FakeTensorMode():
-        as_fakes(loss.model)
+    with without_values(loss):
         for name in narrow:
             path, _, attribute = name.rpartition(".")
             weight = loss.model.get_parameter(name)
@@ -92,6 +91,18 @@ def _trace(loss: Any, narrow: set[str]) -> Trace:
         with Trace({id(weight): name for name, weight in trained}) as trace:
             loss(ids, torch.zeros_like(ids), None, every, every)
     return trace
+
+
+@contextmanager
+def without_values(loss: Any) -> Iterator[None]:
+    """Lets a model run on the CPU without values: its weights and all new tensors are fakes.
+
+    Args:
+        loss: the loss module, with weights on any device; as it was afterwards.
+    """
+    with _eager(loss.base), _restored(loss.model), FakeTensorMode():
+        as_fakes(loss.model)
+        yield
 
 
 @contextmanager
