@@ -22,8 +22,8 @@ from trainers.strategy.traffic import ModelSizes
 BF16: dict[str, Any] = {"mixed_precision": "bf16"}
 IN_FP32 = """import os
 if "RANK" in os.environ:
-    from trainers.parallel import fsdp
-    fsdp.casts_before_gathers = lambda *_: False
+    from trainers.parallel import fsdp, zero
+    fsdp.cast_before_gather = zero.cast_before_gather = lambda *_: set()
     fsdp.prefetch_layers = lambda *_: None
 """
 ORDER = """import os
@@ -66,7 +66,9 @@ if "RANK" in os.environ:
 """Writes in which order rank 0 gathers the matrices of layers and computes their attention, a line for each step."""
 
 
-@pytest.mark.parametrize("name", mostly_long(["fsdp2", "hsdp", "cp", "sp"], []))
+@pytest.mark.parametrize(
+    "name", mostly_long(["fsdp2", "hsdp", "cp", "sp", "fsdp1", "fsdp1_grad_op", "zero3", "zero3_offload"], [])
+)
 def test_matrices_gathered_in_bf16_change_no_bit(name: str, tmp_path: Path) -> None:
     (tmp_path / "inject").mkdir()
     (tmp_path / "inject/sitecustomize.py").write_text(IN_FP32)

@@ -22,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 from filelock import FileLock, Timeout
 from torch import distributed
 
 from trainers.config.options import TrainConfig
+from trainers.model.casts import cast_before_gather
 from trainers.parallel.backend import Backend, total_numel, trained_weights
 from trainers.parallel.fill import fill, shard_as_read, unread
 from trainers.parallel.optimizer import build_optimizer, parameter_groups, update_count
@@ -83,6 +85,10 @@ class Zero(Backend):
         for name, weight in self.trained:
             # DeepSpeed's norm counts slices on every tensor-parallel rank, replicated weights on the first only.
             weight.model_parallel = self.tensor is not None and name in self.tensor.slices
+        if self.stage == 3:
+            for name in cast_before_gather(config, loss):
+                # DeepSpeed gathers a weight in this dtype, and reduces in that of all unless its own autocast is on.
+                setattr(loss.model.get_parameter(name), PARAM_COMM_DTYPE_ATTR_NAME, loss.compute)
         if self.stage < 3:
             fill(loss, self.device)
         elif unread(loss):
