@@ -370,6 +370,8 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
         settings[name] = {"enabled": False}
     drop_without_effect(settings)
     zero = settings["zero_optimization"]
+    # By default, ZeRO 1 and 2 sum a bucket on all ranks, twice the bytes of a sum on the rank that has that share.
+    zero.setdefault("use_multi_rank_bucket_allreduce", False)
     sizes = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),
