@@ -1,4 +1,4 @@
-"""FSDP and ZeRO 3 gather matrices in the compute dtype, FSDP 2 the next layer ahead: half of the bytes, the same bits."""
+"""FSDP and ZeRO 3 gather matrices in the compute dtype, FSDP 2 a layer ahead: half of the bytes, and the same bits."""
 
 from __future__ import annotations
 

@@ -329,7 +329,8 @@ def _zero3(model: ModelSizes, reduced: float, full: float, ways: int, steps: int
         reduced: Bytes of all gradients.
         full: Bytes of all weights on a rank, gathered.
     """
-    persistent = full * model.persistent / model.parameters
+    narrow = model.matmul_bytes if model.casts_layers else model.gathered_bytes
+    persistent = full / model.gathered_bytes * narrow * model.persistent / model.parameters
     again = max(0.0, full - persistent - _REUSED * model.gathered_bytes)
     gathered = (persistent * steps + (full - persistent + again) * micro_batches) / ways
     buckets = 1 + ceil((full - persistent + again) / model.gathered_bytes / _PREFETCHED)
