@@ -180,8 +180,7 @@ class _OnShares:
 
     def forward(self: Any, *inputs: Any, token_shape: torch.Size, **kwargs: Any) -> Any:
         """Calls the forward of the original class."""
-        if self.token_shards.shape != token_shape:  # compiled blocks must not have needless side effects
-            self.token_shards.shape = token_shape
+        self.token_shards.shape = token_shape
         return super().forward(*inputs, **kwargs)  # type: ignore[misc]
 
 
