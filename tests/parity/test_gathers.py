@@ -13,7 +13,7 @@ import pytest
 from benchmarks.parallelism import measure
 from benchmarks.shapes import empty_model, model_folder
 from tests.launching import ROOT, launch_well
-from tests.parity.checks import same_bits
+from tests.parity.checks import equal_after_resume, same_bits
 from tests.parity.runs import mostly_long, options, run
 from trainers.strategy.strategy import load_strategy
 from trainers.strategy.traffic import ModelSizes
@@ -86,6 +86,15 @@ def test_matrices_gathered_in_bf16_change_no_bit(name: str, tmp_path: Path) -> N
     cast = run(ranks, "full", True, name, **BF16)
     assert same_bits(cast, whole)
     assert not same_bits(cast, run(ranks, "full", True, name)), "control: in fp32 they are others"
+
+
+@pytest.mark.parametrize("name", mostly_long(["fsdp1", "zero3"], []))
+def test_a_resumed_run_has_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Checkpoints hold fp32 weights, from which those that are kept gathered are cast again."""
+    undisturbed = run(2, "full", True, name, **BF16)
+    more = {**BF16, "resume_from_checkpoint": undisturbed.checkpoints[0]}
+    again = launch_well(tmp_path / "again", 2, options("full", True, **more), strategy=name)
+    assert equal_after_resume(undisturbed, again)
 
 
 @pytest.mark.parametrize("checkpointing", mostly_long([False, True], []))
