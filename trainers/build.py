@@ -220,7 +220,7 @@ def backend(
     for part in models:
         if part.base.config._attn_implementation in KERNELS.values():
             _use_kernel(config, ranks, part)
-    _split_tensors(config, mesh, loss)
+    _split_tensors(config, mesh, loss, ranks)
     divide_experts(loss, mesh)
     if config.torch_compile:
         compile_blocks(loss.base)
@@ -256,10 +256,14 @@ def backend(
     return backend, dtypes
 
 
-def _split_tensors(config: TrainConfig, mesh: Mesh, loss: LossModule) -> None:
+def _split_tensors(config: TrainConfig, mesh: Mesh, loss: LossModule, ranks: Ranks) -> None:
     """Splits the model, and the frozen one beside it so that each rank has the same tokens of both vocabularies."""
     group = mesh.group("tp"), mesh.index("tp"), mesh.sizes.tp
     split_model(loss, *group)
+    if loss.tensor is not None and loss.tensor.shards is None and ranks.is_main:
+        kind = loss.base.config.model_type
+        print(f"{mesh.sizes}: between blocks of {kind} every rank keeps all tokens, as not only norms see them there",
+              flush=True)  # fmt: skip
     if loss.teacher is not None:
         with about_frozen(config):
             split_model(loss.teacher, *group, like=loss.vocabulary.vocab_size)

@@ -265,7 +265,7 @@ def _gathered(strategy: Strategy, config: TrainConfig, counted: Mapping[str, Any
             bucket *= 2 if strategy.deepspeed_json.get("zero_optimization", {}).get("overlap_comm") is True else 1
             return bucket + (largest if strategy.zero_stage == 2 else 0.0)
         live = _size(strategy, "stage3_max_live_parameters", _LIVE, counted)
-        every += teacher.weights
+        every += teacher.weights - (share.trained - share.trained_outside) * (weight - in_layers)
         again = every / strategy.second_copies if strategy.second_copies > 1 else 0.0
         # It reduces a copy of the bucket, of which gloo makes another; measured on a CPU alone.
         bucket *= 1 if on_gpu else 3

@@ -55,10 +55,19 @@ def test_groups_of_hsdp_sum_their_shards_once_a_step() -> None:
     assert bytes_of("FSDP", dp_shard=2, dp_replicate=2)["all-reduce"] == 2 * 4 * 1000 / 2
 
 
-def test_tensor_parallel_sums_activations() -> None:
+def test_tensor_parallel_gathers_and_scatters_activations() -> None:
     slots, trained = 20, 17
-    activations, loss = 9 * slots * 10 * 4, trained * 13 * 4
-    assert bytes_of("MULTI_GPU", tp=2) == {"all-reduce": activations + loss}
+    activations, norms, loss = slots * 10 * 4, 4 * 40 * 4, trained * 13 * 4
+    assert bytes_of("MULTI_GPU", tp=2) == {
+        "all-reduce": activations + norms + loss,
+        "all-gather": (4 * 2 + 2) * activations / 2,
+        "reduce-scatter": 4 * 2 * activations,
+    }
+
+
+def test_tensor_parallel_sums_activations_where_tokens_are_not_divided() -> None:
+    [term] = predicted("MULTI_GPU", MeshSizes(tp=2), 1, replace(SHAPE, divides_tokens=False), STEPS, 1)
+    assert (term.collective, term.bytes, term.calls) == ("all-reduce", 9 * 20 * 10 * 4 + 17 * 13 * 4, 4 * (4 * 2 + 4))
 
 
 def test_experts_get_tokens_and_their_copies_are_summed() -> None:
@@ -91,8 +100,8 @@ def test_pipelines_send_hidden_states_in_full_buffers() -> None:
 
 
 def test_zero_sums_gradients_and_gathers_what_was_updated() -> None:
-    assert bytes_of("ZERO1", dp_shard=2) == {"all-reduce": 2 * 4000, "all-gather": 2 * 4000 / 2}
-    assert bytes_of("ZERO2", dp_shard=2) == {"all-reduce": 4 * 4000, "all-gather": 2 * 4000 / 2}
+    assert bytes_of("ZERO1", dp_shard=2) == {"reduce": 2 * 4000, "all-gather": 2 * 4000 / 2}
+    assert bytes_of("ZERO2", dp_shard=2) == {"reduce": 4 * 4000, "all-gather": 2 * 4000 / 2}
     assert bytes_of("ZERO3", dp_shard=2) == {"all-gather": 4 * 4000 / 2, "reduce-scatter": 4 * 4000}
 
 
@@ -105,6 +114,8 @@ def test_zero_3_gathers_small_weights_once_a_step_and_what_it_cannot_keep_twice(
         (2 * 300 + 4 * 700) * 4 / 2,
         2 * 7 + 4 * 2,
     )
+    cast = replace(SHAPE, persistent=300, persistent_weights=7, casts_layers=True, matmul_bytes=2)
+    assert gathered(cast)[0] == pytest.approx((2 * 300 * 2 + 4 * (670 * 2 + 330 * 4 - 300 * 2)) / 2)
     large = replace(SHAPE, parameters=2_000_000_000)
     assert gathered(large) == (4 * (2e9 + 1.5e9) * 4 / 2, 4 * (1 + 3500 / 50))
 
@@ -117,7 +128,8 @@ def test_zero_3_gathers_small_weights_once_a_step_and_what_it_cannot_keep_twice(
         ("GRAD_OP", 1, {"dp_shard": 2}, {"all-gather": 4 * 3, "reduce-scatter": 4 * 3}),
         ("FSDP", 1, {"cp": 2}, {"all-gather": 4 * (5 + 2), "reduce-scatter": 4 * (3 + 2)}),
         ("FSDP", 1, {"sp": 2}, {"all-gather": 4 * 5, "reduce-scatter": 4 * 3, "all-to-all": 4 * 2 * 8}),
-        ("MULTI_GPU", 1, {"tp": 2}, {"all-reduce": 4 * (4 * 2 + 4)}),
+        ("MULTI_GPU", 1, {"tp": 2},
+         {"all-reduce": 4 * (2 * 2 + 5), "all-gather": 4 * (4 * 2 + 2), "reduce-scatter": 4 * 4 * 2}),
         ("MULTI_GPU", 2, {"pp": 2}, {"send": (2 * 3 * 4 + 2 * 2) / 2}),
         ("FSDP", 1, {"pp": 2, "dp_shard": 2}, {"all-gather": 2 * 2, "reduce-scatter": 2 * 2, "send": (2 * 4 + 4) / 2}),
     ],

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainers.config.options import TrainConfig
 from trainers.model.attention import KERNELS
 from trainers.model.reachability import as_fakes, without_log
 
@@ -77,10 +78,30 @@ def only_cast(loss: Any) -> set[str]:
     return names if first.operations == second.operations else set()
 
 
+def cast_before_gather(config: TrainConfig, loss: Any) -> set[str]:
+    """Names of the weights in layers that FSDP and ZeRO 3 gather in the compute dtype; empty if they gather as stored.
+
+    Of adapters, the large weights are frozen and in that dtype already. Compiled layers must be one FSDP unit each.
+    Layers that mix tokens without attention run once for each group of a rank's documents: ranks would wait for each
+    other, and gradients of several calls would be summed in the compute dtype.
+
+    Args:
+        config: the run's config.
+        loss: as for `only_cast`.
+    """
+    plain = loss.tensor is None and not loss.mixers and not config.torch_compile and config.mixed_precision != "fp8"
+    plain = plain and config.qat == "none"  # which rounds the fp32 weights
+    if config.method != "full" or loss.compute == torch.float32 or not plain:
+        return set()
+    classes = getattr(loss.base, "_no_split_modules", None) or []
+    layers = [part for part in loss.model.modules() if type(part).__name__ in classes]
+    inside = {id(weight) for layer in layers for weight in layer.parameters()}
+    return {name for name in only_cast(loss) if id(loss.model.get_parameter(name)) in inside}
+
+
 def _trace(loss: Any, narrow: set[str]) -> Trace:
     """Follows a pass over fakes of a model, whose weights of these names have the compute dtype."""
-    with _eager(loss.base), _restored(loss.model), FakeTensorMode():
-        as_fakes(loss.model)
+    with without_values(loss):
         for name in narrow:
             path, _, attribute = name.rpartition(".")
             weight = loss.model.get_parameter(name)
@@ -92,6 +113,18 @@ def _trace(loss: Any, narrow: set[str]) -> Trace:
         with Trace({id(weight): name for name, weight in trained}) as trace:
             loss(ids, torch.zeros_like(ids), None, every, every)
     return trace
+
+
+@contextmanager
+def without_values(loss: Any) -> Iterator[None]:
+    """Lets a model run on the CPU without values: its weights and all new tensors are fakes.
+
+    Args:
+        loss: the loss module, with weights on any device; as it was afterwards.
+    """
+    with _eager(loss.base), _restored(loss.model), FakeTensorMode():
+        as_fakes(loss.model)
+        yield
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """FSDP 1 and 2 (and HSDP): weights, gradients and optimizer state are sharded over the ranks.
 
-Parameters and reductions are fp32, and autocast sets the compute dtype, as under every other strategy. FSDP 2 casts
-matrices which autocast would cast anyway before it gathers them, which is the same to the bit and half of the bytes.
-It gathers the next layer before it computes one, and the preceding layer in the backward pass.
+Parameters and reductions are fp32, and autocast sets the compute dtype, as under every other strategy. Matrices which
+autocast would cast anyway are cast before they are gathered, which is the same to the bit and half of the bytes.
+FSDP 2 gathers the next layer before it computes one, and the preceding layer in the backward pass.
 Gradients are reduced in every micro-batch, so that they stay sharded too; groups of HSDP sum theirs once per step.
 """
 
@@ -16,13 +16,19 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.model.casts import only_cast
+from trainers.model.casts import cast_before_gather
 from trainers.model.reachability import reach_noted
 from trainers.objectives.output_head import SCALAR_HEAD, decoder_of
 from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
@@ -59,10 +65,11 @@ class FullySharded(Backend):
         self.tensor = getattr(loss, "tensor", None)
         classes = _set_wrap_policy(plugin, loss, self.version)
         self.total_numel = total_numel(loss, self.tensor)
+        cast = {id(loss.model.get_parameter(name)) for name in cast_before_gather(config, loss)}
         if self.version == 2:
             layers = _layers_in_order(loss, classes)  # FSDP changes their classes
-            if casts_before_gathers(config, loss):
-                _gather_as_cast(accelerator, loss, classes)
+            if cast:
+                _gather_as_cast(accelerator, loss, classes, cast)
             # Accelerate insists on an optimizer, in which it looks for weights by address: the meta device has none.
             unused = torch.optim.SGD([trained_weights(loss.model)[-1][1]], lr=0.0)
             self.model, _ = accelerator.prepare(loss, unused)
@@ -74,6 +81,8 @@ class FullySharded(Backend):
             fill(loss, torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else self.device)
             self.trained = trained_weights(loss.model)
         else:
+            if cast and classes:
+                plugin.auto_wrap_policy = _units_of_one_dtype(loss, classes, cast)
             plugin.param_init_fn = filler(loss, self.device)  # reads and shards one unit after the other
             self.model = accelerator.prepare(loss)
             self.trained = [(_plain(name), weight) for name, weight in trained_weights(self.model)]
@@ -132,26 +141,19 @@ def _plain(name: str) -> str:
     return name.replace(_WRAPPER, "").removeprefix("model.")
 
 
-def casts_before_gathers(config: TrainConfig, loss: Any) -> bool:
-    """Whether FSDP 2 gathers matrices in the compute dtype.
-
-    Of adapters, the large weights are frozen and in that dtype already. Compiled layers must be one FSDP unit each.
-    Layers that mix tokens without attention run once for each group of a rank's documents: ranks would wait for each
-    other, and gradients of several calls would be summed in the compute dtype.
-    """
-    plain = loss.tensor is None and not loss.mixers and not config.torch_compile and config.mixed_precision != "fp8"
-    plain = plain and config.qat == "none"  # which rounds the fp32 weights
-    return config.method == "full" and loss.compute != torch.float32 and plain
-
-
-def _gather_as_cast(accelerator: Any, loss: Any, classes: Sequence[str]) -> None:
-    """Makes FSDP units of the matrices in each layer that autocast casts, which are gathered in the compute dtype.
+def _gather_as_cast(accelerator: Any, loss: Any, classes: Sequence[str], cast: set[int]) -> None:
+    """Makes FSDP 2 units of the matrices in each layer that autocast casts, which are gathered in the compute dtype.
 
     Accelerate then makes units of what is left of the layers.
+
+    Args:
+        accelerator: has the plugin that says how units are sharded.
+        loss: the loss module.
+        classes: names of the layers' classes.
+        cast: ids of those matrices.
     """
     plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
     policy = MixedPrecisionPolicy(loss.compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    cast = {id(loss.model.get_parameter(name)) for name in only_cast(loss)}
     for layer in reversed([module for module in loss.modules() if type(module).__name__ in classes]):
         parts = [part for part in layer.modules() if not isinstance(part, FSDPModule) and _all_in(part, cast)]
         if parts:
@@ -162,6 +164,32 @@ def _gather_as_cast(accelerator: Any, loss: Any, classes: Sequence[str]) -> None
                 offload_policy=plugin.cpu_offload,
                 mp_policy=policy,
             )
+
+
+def _units_of_one_dtype(loss: Any, classes: Sequence[str], cast: set[int]) -> CustomPolicy:
+    """FSDP 1 wrap policy, whose units are gathered in one dtype each.
+
+    Those of layers are gathered in the compute dtype, and what autocast does not cast in them, such as norms, are units
+    of their own.
+
+    Args:
+        loss: the loss module.
+        classes: names of the classes that become units in any case.
+        cast: ids of the weights that autocast casts.
+    """
+    policy = MixedPrecision(
+        loss.compute, reduce_dtype=torch.float32, cast_forward_inputs=False, cast_root_forward_inputs=False
+    )
+    narrow, wide = set[nn.Module](), set[nn.Module]()
+    for unit in [module for module in loss.modules() if type(module).__name__ in classes]:
+        parts = [part for part in unit.modules() if any(True for _ in part.parameters(recurse=False))]
+        others = [part for part in parts if not _all_in(part, cast)]
+        if len(others) < len(parts) and unit not in others:
+            narrow.add(unit)
+            wide.update(others)
+    return CustomPolicy(
+        lambda part: {"mixed_precision": policy} if part in narrow else type(part).__name__ in classes or part in wide
+    )
 
 
 def _layers_in_order(loss: Any, classes: Sequence[str]) -> list[nn.Module]:

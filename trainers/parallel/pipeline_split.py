@@ -27,7 +27,7 @@ FAMILIES = {
     *("olmo", "olmo2", "smollm3", "granite", "cohere", "stablelm"),
 }
 """Families that can be split; tests/unit/parallel/test_pipeline.py compares the stages of each with its model."""
-_NORMS = ("norm", "final_layernorm")
+_NORMS = ("norm", "final_layernorm", "final_layer_norm")
 
 
 class Absent(nn.Module):
@@ -245,10 +245,14 @@ def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> 
     shapes = {name: full_shapes[name] for name, weight in weights if weight.requires_grad}
     dtypes = {name: weight.dtype for name, weight in weights if weight.requires_grad}
     # Build each stage as a copy of the decoder that shares the weights of its layers.
-    chunks = []
+    chunks, token_shards = [], loss.tensor.shards if loss.tensor else None
+    if token_shards is not None:
+        token_shards.remove()
     for stage in stages:
         first, last = stage == 0, stage == total - 1
         copied = _stage(decoder, layers[stage], embedding, first, last)
+        if token_shards is not None:
+            token_shards.install([decoder.layers[layer] for layer in layers[stage]], final_norm(copied))
         chunks.append(Chunk(loss, copied, head if last else None, first, work))
     # Remove from the original model what no stage of this rank holds, so that its memory is freed.
     for layer in set(range(len(decoder.layers))) - {layer for stage in stages for layer in layers[stage]}:
@@ -257,7 +261,7 @@ def split_model(loss: Any, schedule: str, ranks: int, rank: int, work: Work) -> 
         _replace(decoder, embedding)
     if total - 1 not in stages:
         _replace(base, head)
-        _replace(decoder, _norm(decoder))
+        _replace(decoder, final_norm(decoder))
     local = {id(weight) for weight in model.parameters()}
     trained = [(name, weight) for name, weight in weights if weight.requires_grad and id(weight) in local]
     total_numel = sum(full_shapes[name].numel() for name, weight in weights if id(weight) in local)
@@ -297,7 +301,7 @@ def split_layers(loss: Any, schedule: str, ranks: int) -> list[range]:
 def _refuse_frozen_stages(loss: Any, layers: list[range]) -> None:
     """Raises ConfigError if a stage trains nothing: it would have no gradient to send, and no optimizer."""
     decoder, last = decoder_of(loss.base), len(layers) - 1
-    outside = {0: [loss.base.get_input_embeddings()], last: [_norm(decoder), loss.base.get_output_embeddings()]}
+    outside = {0: [loss.base.get_input_embeddings()], last: [final_norm(decoder), loss.base.get_output_embeddings()]}
     for stage, numbers in enumerate(layers):
         parts = [*(decoder.layers[number] for number in numbers), *outside.get(stage, [])]
         if not any(weight.requires_grad for part in parts for weight in part.parameters()):
@@ -344,7 +348,8 @@ def _refuse_unsplittable_layers(loss: Any, decoder: Any, head: Any) -> None:
             "pipeline stages need the plain output head; leave lm_head out of lora_target_modules, or use another "
             "strategy"
         )
-    if not loss.chunked or not isinstance(getattr(decoder, "layers", None), nn.ModuleList) or _norm(decoder) is None:
+    listed = isinstance(getattr(decoder, "layers", None), nn.ModuleList)
+    if not loss.chunked or not listed or final_norm(decoder) is None:
         raise _unsplittable(kind)
 
 
@@ -357,7 +362,7 @@ def _stage(decoder: Any, layers: range, embedding: nn.Module, first: bool, last:
         for index, layer in enumerate(decoder.layers)
     )
     if not last:
-        _replace(part, _norm(decoder))
+        _replace(part, final_norm(decoder))
     if first:
         return part
     _replace(part, embedding)
@@ -368,7 +373,7 @@ def _stage(decoder: Any, layers: range, embedding: nn.Module, first: bool, last:
     return part
 
 
-def _norm(decoder: Any) -> nn.Module | None:
+def final_norm(decoder: Any) -> nn.Module | None:
     """The final norm, after the last layer; None if it is not found."""
     return next((decoder._modules[name] for name in _NORMS if decoder._modules.get(name) is not None), None)
 

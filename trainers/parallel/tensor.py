@@ -1,8 +1,9 @@
 """Tensor parallelism: splits the linear layers of each block, the embedding and the head over ranks.
 
 After Megatron-LM (https://arxiv.org/abs/1909.08053). Each rank holds smaller plain weights and computes its own heads,
-channels and vocabulary range; ranks sum or gather the results. Wrappers applied afterwards (DDP, FSDP 2) need no
-changes. Replicated tensors (norms, the residual stream) are bit-identical on all ranks, as are their gradients.
+channels and vocabulary range; ranks sum or gather the results. Between blocks each rank has its share of the tokens
+(`tensor_sequence.py`), or, where a model's layers do not allow that, all of them. Wrappers applied afterwards (DDP,
+FSDP 2) need no changes. Replicated weights (norms) are bit-identical on all ranks, as are their gradients.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from trainers.config.mistakes import ConfigError
 from trainers.objectives.log_probs import VocabularyShard
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.output_head import decoder_of
+from trainers.parallel.pipeline_split import final_norm
 from trainers.parallel.shards import TensorSlice
 from trainers.parallel.tensor_loss import vocabulary_cross_entropy
+from trainers.parallel.tensor_sequence import TokenShards, norms_between
 from trainers.strategy.tensor_plan import BY_HEADS, GATHERED, layer_plan, refusals
 
 _COLUMN = {"colwise", "colwise_gather_output"}
@@ -40,6 +43,7 @@ class TensorParallel:
         slices: this rank's slice of each split weight, by its transformers or peft name.
         by_expert: whether only stacks of experts are split, between experts; each rank then has other tokens.
         copies: with `by_expert`, the process group of the ranks that hold the same experts.
+        shards: how the ranks divide the tokens between blocks; None if each has all of them.
     """
 
     group: Any
@@ -49,6 +53,7 @@ class TensorParallel:
     slices: dict[str, TensorSlice] = field(default_factory=dict)
     by_expert: bool = False
     copies: Any = None
+    shards: TokenShards | None = None
 
 
 class _Copy(torch.autograd.Function):
@@ -144,11 +149,14 @@ class RowParallel(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Maps `[..., in_features / size]`, or `[..., in_features]` with `splits`, to `[..., out_features]`.
 
-        The output is equal on every rank.
+        The output is equal on every rank, or this rank's share of the tokens.
         """
         part = _SplitInputs.apply(input, self.tp) if self.splits else input
-        output = _Reduce.apply(functional.linear(part, self.weight), self.tp.group)
-        return output if self.bias is None else output + self.bias
+        output, shards = functional.linear(part, self.weight), self.tp.shards
+        output = _Reduce.apply(output, self.tp.group) if shards is None else shards.leave_block(output)
+        if self.bias is None:
+            return output
+        return output + (self.bias if shards is None else _Copy.apply(self.bias, self.tp.group))
 
 
 class _VocabularyParallel:
@@ -166,7 +174,7 @@ class _VocabularyParallel:
 
 
 class _PartialGradient:
-    """Mixin for a module with replicated weights that each rank applies to its own heads; sums their gradients.
+    """Mixin for a module with replicated weights that each rank applies to its own heads or tokens; sums gradients.
 
     Done in `forward` instead of by a hook on the weights, which would be lost when FSDP replaces them.
     """
@@ -246,8 +254,13 @@ class _Splitter:
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if inputs:
-            return (_Copy.apply(inputs[0], self.tp.group), *inputs[1:]), kwargs
-        return inputs, {**kwargs, "hidden_states": _Copy.apply(kwargs["hidden_states"], self.tp.group)}
+            return (self._copied(inputs[0]), *inputs[1:]), kwargs
+        return inputs, {**kwargs, "hidden_states": self._copied(kwargs["hidden_states"])}
+
+    def _copied(self, hidden: torch.Tensor) -> torch.Tensor:
+        shards = self.tp.shards
+        copied: torch.Tensor = _Copy.apply(hidden, self.tp.group) if shards is None else shards.enter_block(hidden)
+        return copied
 
     def linear(self, name: str, layer: Any, style: str) -> None:
         """Splits a linear layer and its adapter, if any."""
@@ -271,6 +284,8 @@ class _Splitter:
                 self.column(name, layer.lora_B[key], style in GATHERED)
             else:
                 self.row(name, layer.lora_A[key], style in GATHERED)
+                if self.tp.shards is not None:
+                    self.share(layer.lora_B[key])
 
     def column(self, name: str, layer: Any, gathers: bool) -> None:
         """Keeps this rank's share of the outputs."""
@@ -370,8 +385,7 @@ def split_model(
         raise ConfigError(mistakes)
     if first is None:
         first = 0 in distributed.get_process_group_ranks(group)
-    tp = TensorParallel(group, rank, size, first)
-    splitter = _Splitter(text.model_type, tp)
+    splitter = _Splitter(text.model_type, TensorParallel(group, rank, size, first))
     head = loss.base.get_output_embeddings()
     if not loss.chunked:
         adapted = hasattr(head, "base_layer")
@@ -390,8 +404,15 @@ def split_model(
             blocks.setdefault(parent, {})[child] = style
     if not blocks:
         raise splitter.refusal("has no layer that its plan names")
+    norms = norms_between(loss, {decoder.get_submodule(name) for name in blocks})
+    tp = TensorParallel(group, rank, size, first, shards=None if norms is None else TokenShards(group, rank, size))
+    splitter.tp = tp
     for name, styles in blocks.items():
         splitter.block(name, decoder.get_submodule(name), styles)
+    if tp.shards is not None:
+        for norm in norms or ():
+            splitter.share(norm)
+        tp.shards.install(list(decoder.layers), final_norm(decoder))
     rows = splitter.vocabulary(loss.base.get_input_embeddings(), head, like)
     weights = loss.model.named_parameters(remove_duplicate=False)  # in the last pipeline stage, a tied head has its own
     tp.slices.update({name: splitter.slices[id(weight)] for name, weight in weights if id(weight) in splitter.slices})

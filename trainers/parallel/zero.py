@@ -23,14 +23,15 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from torch import distributed
 
 from trainers.config.options import TrainConfig
+from trainers.model.casts import cast_before_gather
 from trainers.parallel.backend import Backend, total_numel, trained_weights
 from trainers.parallel.fill import fill, shard_as_read, unread
 from trainers.parallel.optimizer import build_optimizer, parameter_groups, update_count
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
+from trainers.parallel.tensor_groups import TensorGroups
 from trainers.run.errors import TrainingError
 from trainers.run.folder import cache_folder
 from trainers.strategy.deepspeed_rules import drop_without_effect
@@ -83,6 +84,8 @@ class Zero(Backend):
         for name, weight in self.trained:
             # DeepSpeed's norm counts slices on every tensor-parallel rank, replicated weights on the first only.
             weight.model_parallel = self.tensor is not None and name in self.tensor.slices
+        if self.stage == 3:
+            _gather_as_cast(loss, cast_before_gather(config, loss))
         if self.stage < 3:
             fill(loss, self.device)
         elif unread(loss):
@@ -292,43 +295,15 @@ class Zero(Backend):
                 inner.state[flat] = {"step": step, **zeros}
 
 
-class TensorGroups:
-    """Process groups of a tensor-parallel model, with the interface that DeepSpeed expects (Megatron's `mpu`).
+def _gather_as_cast(loss: Any, names: set[str]) -> None:
+    """Makes DeepSpeed gather weights of these names in the compute dtype.
 
-    Args:
-        mesh: the mesh of all ranks.
+    It reads the attribute for gathers; for reductions too only where its own autocast is on, so those stay fp32.
     """
+    from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 
-    def __init__(self, mesh: Mesh):
-        self.tensor, self.data = mesh.group("tp"), mesh.group("grad_group")
-
-    def get_model_parallel_group(self) -> Any:
-        """The ranks that share each split weight."""
-        return self.tensor
-
-    def get_model_parallel_rank(self) -> int:
-        """Index of this rank in that group."""
-        return distributed.get_rank(self.tensor)
-
-    def get_model_parallel_world_size(self) -> int:
-        """Size of that group."""
-        return distributed.get_world_size(self.tensor)
-
-    def get_data_parallel_group(self) -> Any:
-        """The ranks with the same slice of the weights, over which gradients are averaged and ZeRO shards."""
-        return self.data
-
-    def get_data_parallel_rank(self) -> int:
-        """Index of this rank in that group."""
-        return distributed.get_rank(self.data)
-
-    def get_data_parallel_world_size(self) -> int:
-        """Size of that group."""
-        return distributed.get_world_size(self.data)
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Global ranks of that group."""
-        return distributed.get_process_group_ranks(self.data)
+    for name in names:
+        setattr(loss.model.get_parameter(name), PARAM_COMM_DTYPE_ATTR_NAME, loss.compute)
 
 
 @contextmanager
@@ -367,6 +342,8 @@ def _fill(settings: dict[str, Any], config: TrainConfig, world: int, hidden: int
         settings[name] = {"enabled": False}
     drop_without_effect(settings)
     zero = settings["zero_optimization"]
+    # By default, ZeRO 1 and 2 sum a bucket on all ranks, twice the bytes of a sum on the rank that has that share.
+    zero.setdefault("use_multi_rank_bucket_allreduce", False)
     sizes = {
         "reduce_bucket_size": hidden * hidden,
         "stage3_prefetch_bucket_size": int(0.9 * hidden * hidden),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, lcm
 from typing import Any
 
@@ -38,7 +38,8 @@ class ModelSizes:
         trained_share: Fraction of the parameters that get gradients.
         gradient_bytes: Bytes per gradient element.
         gathered_bytes: Mean bytes per parameter in an all-gather of weights.
-        casts_layers: FSDP 2 gathers the matrices of layers in the compute dtype, as units of their own.
+        casts_layers: FSDP and ZeRO 3 gather the matrices of layers in the compute dtype.
+        divides_tokens: Tensor parallelism divides the tokens between blocks.
         matmul_bytes: Bytes per element of a matrix product's output.
         hidden_bytes: Bytes per element of the hidden states.
         experts: Trained parameters that expert parallelism divides; `expert_layers`, the layers that have them.
@@ -61,6 +62,7 @@ class ModelSizes:
     gradient_bytes: float = FP32
     gathered_bytes: float = FP32
     casts_layers: bool = False
+    divides_tokens: bool = True
     matmul_bytes: int = FP32
     hidden_bytes: int = FP32
     experts: float = 0.0
@@ -187,12 +189,12 @@ def _together(terms: Sequence[Term]) -> Term:
 
 
 def casts_before_gathers(strategy: Strategy, config: TrainConfig) -> bool:
-    """Whether FSDP 2 gathers the matrices of layers in the compute dtype, if the model's layers allow it.
+    """Whether FSDP and ZeRO 3 gather the matrices of layers in the compute dtype, if the model's layers allow it.
 
-    See `trainers/parallel/fsdp.py`. Layers with experts do not.
+    See `trainers/model/casts.py`. Layers with experts do not.
     """
     sizes = strategy.sizes
-    alone = strategy.fsdp_version == 2 and strategy.sharded and sizes.tp * sizes.pp == 1 and not config.torch_compile
+    alone = strategy.sharded and sizes.tp * sizes.pp == 1 and not config.torch_compile
     half = config.mixed_precision in ("bf16", "fp16") and config.master_weights
     return alone and half and config.method == "full"
 
@@ -208,6 +210,10 @@ def weight_terms(kind: str, sizes: MeshSizes, model: ModelSizes, steps: int, mic
     reduced, full = local * model.trained_share * model.gradient_bytes, local * model.gathered_bytes
     if kind.startswith("ZERO"):
         if kind == "ZERO3":
+            if model.casts_layers:
+                cast = (model.parameters - model.outside) / model.parameters
+                model = replace(model, gathered_bytes=model.gathered_bytes * (1 - cast) + model.matmul_bytes * cast)
+                full = local * model.gathered_bytes
             return _zero3(model, reduced, full, ways, steps, micro_batches)
         return _zero(int(kind[-1]), reduced, ways, steps, micro_batches)
     if kind not in ("FSDP", "GRAD_OP"):
@@ -307,13 +313,10 @@ def _experts(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenC
 
 
 def _zero(stage: int, held: float, ways: int, steps: int, micro_batches: int) -> list[Term]:
-    """Gradients, per step or per micro-batch, and updated weights.
-
-    The paper's reduce-scatter is an all-reduce in DeepSpeed, of which each rank keeps its share.
-    """
+    """Gradients, per step or per micro-batch, each summed on the rank that has its share; and updated weights."""
     times, how = (steps, "") if stage == 1 else (micro_batches, " per micro-batch")
     return [
-        term("all-reduce", f"weights{how}", held * times, ways, *_SHARDS, calls=times),
+        term("reduce", f"weights{how}", held * times, ways, *_SHARDS, calls=ways * times),
         # The weights with and those without weight decay.
         term("all-gather", "weights / shards", held / ways * steps, ways, *_SHARDS, calls=2 * steps),
     ]
@@ -326,7 +329,8 @@ def _zero3(model: ModelSizes, reduced: float, full: float, ways: int, steps: int
         reduced: Bytes of all gradients.
         full: Bytes of all weights on a rank, gathered.
     """
-    persistent = full * model.persistent / model.parameters
+    narrow = model.matmul_bytes if model.casts_layers else model.gathered_bytes
+    persistent = full / model.gathered_bytes * narrow * model.persistent / model.parameters
     again = max(0.0, full - persistent - _REUSED * model.gathered_bytes)
     gathered = (persistent * steps + (full - persistent + again) * micro_batches) / ways
     buckets = 1 + ceil((full - persistent + again) / model.gathered_bytes / _PREFETCHED)
@@ -339,17 +343,32 @@ def _zero3(model: ModelSizes, reduced: float, full: float, ways: int, steps: int
 
 
 def _tensor(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:
-    """Two sums forward and two backward per layer, one after the embedding; the loss takes two sums and a gradient."""
+    """For each block, inputs gathered and outputs summed and scattered, and their gradients the other way round.
+
+    One sum after the embedding, whose gradient is gathered; hidden states gathered for the head, and two sums and a
+    gradient in the loss; sums of the gradients of norms. Without division of tokens, sums in place of all but the last.
+    """
     if sizes.tp == 1:
         return []
     slots, trained = (sum(counts[column] for counts in micro_batches) for column in (0, 1))
-    activations = (
-        slots * model.hidden * (2 * model.layers * (model.matmul_bytes + model.hidden_bytes) + model.hidden_bytes)
-    )
-    loss = trained * (model.hidden + 3) * FP32
-    formula = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
-    calls = (4 * model.layers + 4) * len(micro_batches) / sizes.pp
-    return [term("all-reduce", formula, (activations + loss) / sizes.pp, sizes.tp, "tp", calls=calls)]
+    blocks, passes = 2 * model.layers, len(micro_batches) / sizes.pp
+    activations, hidden = slots * model.hidden / sizes.pp, model.hidden_bytes
+    loss = trained * (model.hidden + 3) * FP32 / sizes.pp
+    both = blocks * activations * (model.matmul_bytes + hidden)
+    if not model.divides_tokens:
+        formula = "(4 x layers + 1) x activations + trained tokens x (hidden + 3)"
+        summed = both + activations * hidden + loss
+        return [term("all-reduce", formula, summed, sizes.tp, "tp", calls=(2 * blocks + 4) * passes)]
+    # Each stage of a pipeline divides its tokens anew.
+    ends = 2 * sizes.pp * activations * hidden
+    vectors = model.vectors * FP32 * model.trained_share * len(micro_batches) / sizes.pp
+    return [
+        term("all-reduce", "activations + norms + trained tokens x (hidden + 3)", activations * hidden + vectors + loss,
+             sizes.tp, "tp", calls=(blocks + 5) * passes),
+        term("all-gather", "(4 x layers + 2) x activations / tp", (both + ends) / sizes.tp, sizes.tp, "tp",
+             calls=(2 * blocks + 2 * sizes.pp) * passes),
+        term("reduce-scatter", "4 x layers x activations", both, sizes.tp, "tp", calls=2 * blocks * passes),
+    ]  # fmt: skip
 
 
 def _rows(sizes: MeshSizes, model: ModelSizes, micro_batches: Sequence[TokenCounts]) -> list[Term]:

@@ -62,6 +62,7 @@ from trainers.strategy.traffic import PERSISTENT_BELOW, by_layer, head_size, key
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.peak_memory import PeakMemoryMode, Peaks
 from trainers.tools.preflight import check_model, machine_mistakes
+from trainers.tools.token_shares import divide_tokens
 
 _KERNEL = "tunesmith_weighed"
 _FEW = 2
@@ -205,6 +206,8 @@ def count_peaks(
         tp: Ranks that share each matrix, of which `model` has the sizes of one.
     """
     beside = _small_teacher(config, teacher, tp) if teacher is not None and config.objective_spec.teacher else None
+    if tp > 1:
+        divide_tokens(LossModule(model, compute_dtype(config)), tp)
     with FakeTensorMode():
         as_fakes(model)
         loss = LossModule(model, compute_dtype(config))
@@ -375,6 +378,13 @@ def teacher_sizes(config: TrainConfig, teacher: Any) -> dict[str, float]:
     }  # fmt: skip
 
 
+def _divides_tokens(config: TrainConfig, model_config: Any) -> bool:
+    """Whether tensor parallelism divides the tokens between the blocks of a model."""
+    text = model_config.get_text_config()
+    few = partial(empty_model, config, model_config, 2, _few(text)[0])
+    return not refusals(text, 2) and divide_tokens(LossModule(few(), compute_dtype(config)), 2)
+
+
 def estimate_memory(
     config: TrainConfig, model_config: Any, cases: list[str], time_here: bool, teacher: Any = None
 ) -> dict[str, Any]:
@@ -423,6 +433,7 @@ def estimate_memory(
         "all_linear": sum(matmul_parameters(model)) > 0.9 * matrices,
         "layer_matmul": sum(sum(matmul_parameters(layer, share)) for layer in layers) / len(layers) if layers else 0,
         "flops_per_second": speed(text.hidden_size, config) if time_here and config.mixed_precision != "fp8" else None,
+        "divides_tokens": _divides_tokens(config, model_config),
         "load_balancing": LoadBalancing.of(text) is not None, "process_bytes": resting, "whole": by_tp[1],
         "stored_dtype": str(getattr(model_config, "dtype", None) or torch.float32).removeprefix("torch."),
         "teacher": None if teacher is None else teacher_sizes(frozen_config(config) or config, teacher),

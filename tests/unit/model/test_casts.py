@@ -11,11 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainers.config.validation import build
-from trainers.model.casts import only_cast
+from trainers.model.casts import cast_before_gather, only_cast
 from trainers.model.mixers import split_mixers
 from trainers.model.small_model import small_config
 from trainers.objectives.loss_module import LossModule
-from trainers.parallel.fsdp import casts_before_gathers
 
 MATRICES = 7
 """Of a layer of Llama."""
@@ -52,8 +51,8 @@ def test_only_layers_that_run_once_on_each_rank_are_gathered_so() -> None:
     hybrid.layer_types = ["conv", "full_attention"]
     model = AutoModelForCausalLM.from_config(hybrid, attn_implementation="eager")
     split_mixers(model)
-    assert not casts_before_gathers(build(options), LossModule(model, torch.bfloat16))
-    assert casts_before_gathers(build(options), loss_of("llama")), "control"
+    assert not cast_before_gather(build(options), LossModule(model, torch.bfloat16))
+    assert cast_before_gather(build(options), loss_of("llama")), "control"
 
 
 def test_in_fp32_nothing_is_cast() -> None:

@@ -56,8 +56,11 @@ def batch(vocab_size: int) -> dict[str, Any]:
             "positions": chosen, "labels": rows.flatten()[chosen + 1]}  # fmt: skip
 
 
-def compare(loss: LossModule, rank: int) -> str | float:
-    """The largest relative difference of loss and gradients; or why the model is refused. Collective."""
+def compare(loss: LossModule, rank: int) -> str | tuple[float, bool]:
+    """The largest relative difference of loss and gradients, and whether tokens are divided between blocks.
+
+    Or why the model is refused. Collective.
+    """
     expected, inputs = copy.deepcopy(loss), batch(loss.base.config.get_text_config().vocab_size)
     try:
         slices = tensor_parallel.split_model(loss, None, rank, 2, first=rank == 0)
@@ -74,10 +77,9 @@ def compare(loss: LossModule, rank: int) -> str | float:
     ]
     full, _ = together(gradients[1], {name: slices[name] for name in gradients[1] if name in slices}, None)
     if full.keys() != gradients[0].keys():
-        return float("inf")
-    return max(
-        float(abs(values[1] / values[0] - 1)), *(relative(full[name], grad) for name, grad in gradients[0].items())
-    )
+        return float("inf"), False
+    worst = max(relative(full[name], grad) for name, grad in gradients[0].items())
+    return max(float(abs(values[1] / values[0] - 1)), worst), loss.tensor.shards is not None
 
 
 def main(store: str, rank: str, out: str) -> None:

@@ -6,7 +6,7 @@ import copy
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -34,7 +34,7 @@ from trainers.model.load import _keep_products
 from trainers.model.rotary import choose_by_document
 from trainers.objectives.loss_module import LossModule
 from trainers.parallel import tensor as tensor_parallel
-from trainers.parallel import tensor_loss
+from trainers.parallel import tensor_loss, tensor_sequence
 from trainers.parallel.fsdp import FullySharded
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.ranks import Ranks
@@ -188,6 +188,7 @@ def compared(whole: LossModule, group: Any) -> dict[str, Any]:
         "bounds": bounds,
         "counted": counted,
         "alike": alike,
+        "shares": loss.tensor.shards is not None,
         "here": sum(one.numel() for one in loss.parameters()) / sum(one.numel() for one in whole.parameters()),
         "cut": sorted(cuts),
     }
@@ -253,7 +254,10 @@ def spent(group: Any, lora: bool = False) -> dict[str, Any]:
 
         return mock.patch.object(distributed, name, counted)
 
-    with counting("all_reduce"), counting("all_gather"), HostSyncs() as seen:
+    named = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor")
+    with ExitStack() as stack, HostSyncs() as seen:
+        for name in named:
+            stack.enter_context(counting(name))
         (loss(**batches()[0])[0] * 0.01).backward()
         passes = dict(counts)
         clip_grad_norm(trained, cuts, group, 1e-3)
@@ -268,7 +272,11 @@ def broken(what: str) -> Iterator[None]:
         with mock.patch.object(ours, "share", return_value=None):
             yield
     elif what == "a block's input is not copied":
-        with mock.patch.object(ours, "_enter", lambda self, module, inputs, named: (inputs, named)):
+        alone = staticmethod(lambda ctx, upstream: (ctx.shards.own(upstream, fill=False), None))
+        with mock.patch.object(tensor_sequence._EnterBlock, "backward", alone):
+            yield
+    elif what == "nothing is divided between blocks":
+        with mock.patch.object(tensor_parallel, "norms_between", return_value=None):
             yield
     elif what == "the loss is counted on every rank":
         entropy = tensor_parallel.vocabulary_cross_entropy
@@ -449,6 +457,9 @@ def check_two(group: Any) -> dict[str, Any]:
     choices = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_products)}
     spare.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=choices)
     found["selective"] = compared(spare.train(), group)
+    with broken("nothing is divided between blocks"):
+        found["plain"] = compared(whole_loss("qwen3"), group)
+        found["plain-lora"] = compared(whole_loss("phi", lora=True), group)
     for kind, changes in ROPE.items():
         spare, stock = (whole_loss("llama", **changes) for _ in range(2))
         choose_by_document(spare.base)

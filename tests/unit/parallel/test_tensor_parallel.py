@@ -29,7 +29,7 @@ from trainers.strategy.tensor_plan import refusals
 
 ROOT = Path(__file__).resolve().parents[3]
 LORA = ["llama-lora", "qwen3-lora", "phi-lora", "phi3-lora"]
-ON_TWO = [*FAMILIES, *LORA, "checkpointing", "selective", *ROPE]
+ON_TWO = [*FAMILIES, *LORA, "checkpointing", "selective", "plain", "plain-lora", *ROPE]
 ON_FOUR = ["llama", "qwen3", "gemma2", "olmo2", "qwen3-lora"]
 CASES = [*((2, name) for name in ON_TWO), *((4, name) for name in ON_FOUR)]
 MIXES = [(2, "tp"), (4, "tp_ddp"), (4, "tp_fsdp2"), (4, "tp_hsdp")]
@@ -106,20 +106,36 @@ def test_a_mistake_would_be_seen(mistake: str, shows: Any, found: dict[int, dict
     assert shows(found[2][mistake]) > 0.1
 
 
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_tokens_are_divided_between_blocks(world: int, name: str, found: dict[int, dict[str, Any]]) -> None:
+    """But where it was not to be, or frequencies depend on values, which the pass that finds it out has not."""
+    assert found[world][name]["shares"] is (name not in ("plain", "plain-lora", *ROPE))
+
+
 def test_a_row_of_weight_zero_adds_nothing(found: dict[int, dict[str, Any]]) -> None:
     assert found[2]["without rows"] == 0
 
 
 def test_what_it_costs(found: dict[int, dict[str, Any]]) -> None:
-    """Two collectives a layer and direction, one for the embedding, three for the loss, one for the norm."""
+    """Two collectives a block and direction, which send as much as one sum; and a small one for each norm.
+
+    One for the embedding, three for the loss, one for the norm of the gradients, and one at either end of the layers.
+    """
     layers, embedding, loss = 2, 1, 3
+    norms = 2 * layers + 1
     one = found[2]["spent"]
-    assert one["passes"] == {"all_reduce": layers * 4 + embedding + loss}
+    gathers, scatters = 4 * layers + 2, 4 * layers
+    assert one["passes"] == {"all_reduce": norms + embedding + loss, "all_gather_into_tensor": gathers,
+                             "reduce_scatter_tensor": scatters}  # fmt: skip
     assert one["all"]["all_reduce"] == one["passes"]["all_reduce"] + 1
     assert one["waits"] == found[2]["spent-lora"]["waits"] == []
-    # Adapters: the small factor's gradient for each of 5 column-parallel layers, an activation for each of 2 others;
-    # nothing needs the gradient of the first layer's attention input.
-    assert found[2]["spent-lora"]["passes"] == {"all_reduce": layers * (4 + 7) + embedding + loss - 1}
+    # Adapters: the small factor's gradient for each of 5 column-parallel layers, an activation for each of 2 others,
+    # whose second factor meets a share of the tokens. Nothing needs the gradient of the first layer's attention input.
+    assert found[2]["spent-lora"]["passes"] == {
+        "all_reduce": layers * 7 + embedding + loss,
+        "all_gather_into_tensor": gathers - 1 + 2 * layers,
+        "reduce_scatter_tensor": scatters - 1 + 2 * layers,
+    }
 
 
 @pytest.mark.parametrize(("world", "mix"), MIXES)
