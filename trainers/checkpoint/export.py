@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import secrets
-import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -67,6 +67,7 @@ from trainers.run.lineage import EXPORT_RECORD, export_record
 from trainers.run.manifest import read_manifest, sha256, sync, verify
 from trainers.run.model_card import History, card_title, history_of, hub_id, model_card
 from trainers.run.record import RunRecord
+from trainers.run.unfinished import being_written, new_beside
 
 SHARD_SIZE = "5GB"
 _SLOWEST = 5e6
@@ -155,13 +156,8 @@ def export(
         ConfigError: if the target contains files that the run did not write, or llama.cpp does not know the model.
         TrainingError: if the loss of the export differs from the trainer's; its folder is then `<target>-failed`.
     """
-    if record is not None:
-        temporary = record.temporary(target.name)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        temporary.mkdir()
-    try:
+    temporary = record.temporary(target.name) if record is not None else new_beside(target)
+    with being_written(temporary):
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         history = _with_revision(history or History(), config)
         its_config = described or config
@@ -194,8 +190,6 @@ def export(
             record.publish(temporary, final.name)
         else:
             os.replace(temporary, final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     if checked.failed and history.merge is not None:
         remedy = "" if dtype == torch.float32 else "; try --dtype float32"
         raise TrainingError(f"{checked}; it is not the merged model{remedy}")
@@ -379,6 +373,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gguf", help="types of GGUF files to write too, such as f16,q4_k_m")
     parser.add_argument("--llama_cpp", type=Path, help="folder of the source of llama.cpp")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *signalled: sys.exit(128 + signal.SIGTERM))  # removes what is unfinished
     run, output = RunFolder(arguments.run), Path(arguments.output)
     try:
         gguf = gguf_request(arguments.gguf, arguments.llama_cpp)
