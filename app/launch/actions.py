@@ -166,8 +166,8 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         verb: the action, for error messages, such as `delete`.
 
     Raises:
-        ConfigError: if the run is still live, being proved or exported, another one that is not done starts from its result, or
-            its folder is a link or has no record of what the run wrote.
+        ConfigError: if the run is still live, being proved or exported, another one that is not done starts from its
+            result, or its folder is a link or has no record of what the run wrote.
     """
     state = true_state(run)["state"]
     if state not in END_STATES:
@@ -309,6 +309,7 @@ def export(
     averaged: bool = False,
     gguf: str | None = None,
     llama_cpp: Path | None = None,
+    replace: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> Exported:
     """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
@@ -322,13 +323,14 @@ def export(
         averaged: whether to export the moving average of the weights.
         gguf: types of GGUF files to write beside it, with commas between them.
         llama_cpp: folder of the source of llama.cpp, whose converter writes them.
+        replace: whether to replace what the run exported to its own folder before.
         pass_fds: file descriptors that the export program inherits, such as those of locks.
 
     Raises:
         ConfigError: for an invalid request.
         ExportFailed: if the export program crashes, or the export does not match the trained model.
     """
-    target, kind, args = check_export(run, checkpoint, merged, output, dtype, averaged, gguf, llama_cpp)
+    target, kind, args = check_export(run, checkpoint, merged, output, dtype, averaged, gguf, llama_cpp, replace)
     argv = module_argv("trainers.checkpoint.export", args)
     status, printed, errors = run_program(argv, module_environment(), cwd=ROOT, pass_fds=pass_fds)
     lines = [line for line in errors.splitlines() if line.strip()]
@@ -349,6 +351,7 @@ def check_export(
     averaged: bool = False,
     gguf: str | None = None,
     llama_cpp: Path | None = None,
+    replace: bool = False,
 ) -> tuple[Path, str, list[str]]:
     """Checks the arguments of `export`, before anything runs.
 
@@ -378,11 +381,14 @@ def check_export(
         problem = f"needs full weights, and run {run.id} trained an adapter"
         raise ConfigError.about("--gguf", gguf, problem, "add --merged, which merges it into the base model")
     target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
+    if output and replace:
+        problem, remedy = "is for the run's own folder", "leave out --output, or --replace"
+        raise ConfigError.about("--replace", None, problem, remedy)
     if output:
         refuse_target(target, "output")
     args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
     args += [*(["--checkpoint", checkpoint] if checkpoint else []), *(["--ema"] if averaged else [])]
-    args += ["--dtype", dtype] if dtype else []
+    args += [*(["--replace"] if replace else []), *(["--dtype", dtype] if dtype else [])]
     args += ["--gguf", ",".join(request.types), "--llama_cpp", str(request.llama_cpp)] if request else []
     return target, kind, args
 

@@ -49,7 +49,7 @@ class Wanted:
         """The arguments of `tunesmith export`."""
         flags = [*(["--merged"] if self.merged else []), *(["--ema"] if self.averaged else [])]
         files = ["--gguf", ",".join(self.gguf)] if self.gguf else []
-        return [str(run.path), "--checkpoint", str(self.checkpoint), *flags, *files]
+        return [str(run.path), "--checkpoint", str(self.checkpoint), *flags, *files, "--replace"]
 
 
 def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
@@ -65,7 +65,7 @@ def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
         raise ConfigError.about("gguf", shortened(str(unknown[0])), "is not offered here", "choose one from the list")
     types = ",".join(wanted.gguf) or None
     target, _, _ = check_export(
-        run, wanted.checkpoint, merged=wanted.merged, averaged=wanted.averaged, gguf=types
+        run, wanted.checkpoint, merged=wanted.merged, averaged=wanted.averaged, gguf=types, replace=True
     )  # fmt: skip
     argv = ["export", *wanted.arguments(run)]
     try:

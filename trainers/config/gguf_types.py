@@ -20,6 +20,7 @@ LLAMA_CPP = "TUNESMITH_LLAMA_CPP"
 """Names the variable with the folder of llama.cpp's source. Its converter runs, so no page may name another."""
 PACKAGE = "llama-cpp-python"
 INSTALL = "pip install 'tunesmith[gguf]'"
+CLONE = "git clone https://github.com/ggml-org/llama.cpp"
 _SOURCE = "a folder with the source of llama.cpp, such as a clone of github.com/ggml-org/llama.cpp"
 
 
@@ -88,13 +89,14 @@ def llama_cpp_folder() -> Path | None:
 
 
 def offered_types() -> tuple[list[str], str]:
-    """The types that can be written in this environment, and what is missing for the others, as a sentence."""
+    """The types that can be written in this environment, and what is missing for the others, as a clause."""
     try:
         gguf_request(next(iter(PLAIN)), None)
-    except ConfigError as error:
-        return [], error.lines[0]
+    except ConfigError:
+        source = f"run `{CLONE}` and `{INSTALL}`, and set `{LLAMA_CPP}` to that folder before the server starts"
+        return [], f"they need llama.cpp's own converter; {source}"
     if not has_llama_cpp():
-        return [*PLAIN], f"quantised types need {PACKAGE}; run `{INSTALL}`, which compiles llama.cpp in some minutes"
+        return [*PLAIN], f"quantised types need `{INSTALL}`, which compiles llama.cpp in some minutes"
     return [*PLAIN, *QUANTISED], ""
 
 

@@ -393,7 +393,8 @@ class _Page:
             confirm = self._panel_buttons("export", "Export")
 
         def fill(run: RunFolder) -> list[Any]:
-            text = element("p", "Writes a folder that transformers or peft can load, in the background.")
+            text = element("p", "Writes a folder that transformers or peft can load, in the background. It replaces "
+                           "an earlier export of the same kind once it is complete.")  # fmt: skip
             return [section("Export?", text), *self.export.fill(run)]
 
         def act(checkpoint: Any, merged: Any, averaged: Any, gguf: Any, request: gr.Request) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -13,7 +14,7 @@ from app.services import exports
 from trainers.config.gguf_types import offered_types
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
-from ui.parts import Html, Kind, alert_list, duration_text, element, join, link, meter, note, section, with_code
+from ui.parts import Html, Kind, alert_list, duration_text, element, join, link, meter, note, section
 
 _KINDS: dict[str, Kind] = {"done": "good", "failed": "error", "stopped": "warning"}
 
@@ -39,7 +40,7 @@ class ExportPart:
             multiselect=True, visible=False, elem_id="export-gguf",
         )  # fmt: skip
         self.gguf.preprocess = lambda value: value
-        self.hint = gr.HTML(apply_default_css=False, padding=False)
+        self.hint = gr.HTML(apply_default_css=False, padding=True)
 
     @property
     def fields(self) -> list[Any]:
@@ -55,7 +56,7 @@ class ExportPart:
             gr.update(value=False, visible=actions.has_adapter(run)),
             gr.update(value=False, visible=actions.keeps_average(run)),
             gr.update(choices=types, value=[], visible=bool(types)),
-            note(with_code(f"GGUF files, for llama.cpp and Ollama: {missing}.")) if missing else "",
+            note(f"GGUF files, for llama.cpp and Ollama: {missing}.") if missing else "",
         ]
 
     def start(self, run: RunFolder, checkpoint: Any, merged: Any, averaged: Any, gguf: Any) -> None:
@@ -100,9 +101,8 @@ def export_part(run: RunFolder) -> Html:
     if entry is None:
         return Html("")
     if entry["state"] == "running":
-        doing = "stopping" if entry["stopping"] else entry["doing"]
-        body = join([meter(None, "export", doing), note(f"for {duration_text(entry['seconds'])}")])
-        return join([section("Export", body), Html("" if entry["stopping"] else "<!--stop-->")])
+        doing = f"{'stopping' if entry['stopping'] else entry['doing']}, {duration_text(entry['seconds'])} in all"
+        return join([section("Export", meter(None, "export", doing)), Html("" if entry["stopping"] else "<!--stop-->")])
     folder = element("code", entry["target"])
     sentences: dict[str, list[Any]] = {
         "done": [join(["The model is in ", folder]), *entry["lines"]],
@@ -111,6 +111,8 @@ def export_part(run: RunFolder) -> Html:
     }
     parts = [alert_list(sentences[entry["state"]], _KINDS[entry["state"]])]
     if entry["state"] == "done":
-        parts.append(note(join([link("chat", "Open it in Chat", run=run.id), "."])))
+        parts.append(
+            note(join([link("chat", "Open it in Chat", run=run.id, checkpoint=Path(entry["target"]).name), "."]))
+        )
     parts.append(note(join(["The same from a terminal: ", element("code", entry["command"])])))
     return section("Export", join(parts))
