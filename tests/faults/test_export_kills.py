@@ -74,6 +74,12 @@ def test_an_export_ends_with_its_command(number: signal.Signals, run: RunFolder,
         assert done.returncode == 0, done.stderr
         assert (target / "model.safetensors").is_file()
         assert not unfinished(target)
+        (target / "README.md").write_text("of the first")
+        for more, expected, text in (([], 2, "of the first"), (["--replace"], 0, "# ")):
+            again = forked.run([*command, *more], cwd=tmp_path, env=inside(tmp_path), capture_output=True, text=True)
+            assert again.returncode == expected, again.stderr
+            assert text in (target / "README.md").read_text()
+        assert not unfinished(target)
 
 
 def test_what_a_killed_program_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
