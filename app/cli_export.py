@@ -33,8 +33,13 @@ def export(
     ] = None,
     llama_cpp: Annotated[
         Path | None,
-        typer.Option("--llama_cpp", metavar="<dir>", help="Source of llama.cpp, with its converter, for --gguf."),
+        typer.Option(
+            "--llama_cpp", metavar="<dir>", help="Source of llama.cpp, for --gguf; default: TUNESMITH_LLAMA_CPP."
+        ),
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", metavar="", help="Replace what this run exported to its own folder before.")
+    ] = False,
     runs_dir: RunsDir = RUNS,
     json: Json = False,
 ) -> int:
@@ -43,7 +48,7 @@ def export(
 
     return export_verb(
         run, checkpoint, merged=merged, averaged=ema, output=output, dtype=dtype, gguf=gguf, llama_cpp=llama_cpp,
-        runs_dir=runs_dir, as_json=json,
+        replace=replace, runs_dir=runs_dir, as_json=json,
     )  # fmt: skip
 
 

@@ -84,6 +84,9 @@ def _beat_or_stop(context: TrainContext, requests: Requests, section: str, **det
 def _evaluate_rows(context: TrainContext, documents: Documents, base: Any, beat: Callable[..., None]) -> None:
     tokenizer = load_tokenizer(context.config)
     prompts = [prompt_of(documents, index) for index in range(len(documents))]
+    undesirable = sum(not prompt.desirable for prompt in prompts)
+    if undesirable and context.ranks.is_main:
+        print(f"{undesirable:,} rows whose answer is labelled as undesirable are left out", flush=True)
     refuse_cut_rows(context.config, documents)
     to_answer = _prompts_to_answer(context.config, prompts, base)
     losses = _losses(context, documents, beat)
@@ -95,6 +98,8 @@ def _evaluate_rows(context: TrainContext, documents: Documents, base: Any, beat:
         return
     lines = []
     for index, prompt in enumerate(prompts):
+        if not prompt.desirable:
+            continue
         loss, trained = losses[index]
         tokens, ended = answers.get(index, (None, False))
         row = {
@@ -102,7 +107,7 @@ def _evaluate_rows(context: TrainContext, documents: Documents, base: Any, beat:
             "loss": loss if math.isfinite(loss) else None, "tokens": trained,
             "characters": _trained_characters(documents, index, tokenizer),
             "prompt": tokenizer.decode(prompt.tokens),
-            "expected": tokenizer.decode(prompt.answer, skip_special_tokens=True),
+            "expected": prompt.expected(tokenizer.decode),
             "answer": None if tokens is None else tokenizer.decode(tokens, skip_special_tokens=True),
             "ended": ended,
         }  # fmt: skip
@@ -111,12 +116,16 @@ def _evaluate_rows(context: TrainContext, documents: Documents, base: Any, beat:
 
 
 def _prompts_to_answer(config: TrainConfig, prompts: list[Prompt], base: Any) -> list[int]:
-    """Numbers of the documents to answer: those with a prompt that leaves room for an answer.
+    """Numbers of the documents to answer: those with a prompt that leaves room, and with an answer worth giving.
 
     Prompts of similar length stand side by side, as a batch is as wide as its longest.
     """
     limit, most = position_limit(base.config.get_text_config()), config.eval_answer_tokens
-    numbers = [index for index, prompt in enumerate(prompts) if most and is_answerable(prompt, limit, most)]
+    numbers = [
+        index
+        for index, prompt in enumerate(prompts)
+        if most and prompt.desirable and is_answerable(prompt, limit, most)
+    ]
     return sorted(numbers, key=lambda index: len(prompts[index].tokens))
 
 

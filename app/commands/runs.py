@@ -421,6 +421,7 @@ def export_verb(
     dtype: str | None,
     gguf: str | None,
     llama_cpp: Path | None,
+    replace: bool,
     runs_dir: Path,
     as_json: bool,
 ) -> int:
@@ -436,6 +437,7 @@ def export_verb(
             averaged=averaged,
             gguf=gguf,
             llama_cpp=llama_cpp,
+            replace=replace,
         )
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")

@@ -30,6 +30,7 @@ from app.services.model_names import named_model
 from trainers.config.command_line import option, switch
 from trainers.config.fields import sections
 from trainers.config.mistakes import ConfigError, Mistake, Mistakes
+from trainers.config.objectives import LABELLED, OBJECTIVES
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request, whole_number
 from trainers.run.folder import RunFolder, new_run_id
@@ -325,6 +326,9 @@ def _rows(run: RunFolder | None, chosen: Mapping[str, Any]) -> dict[str, Any]:
         problem = f"is missing: run {run.id} has no evaluation data"
         raise ConfigError.about("dataset_name", None, problem, "name the rows, such as --dataset_name test.jsonl")
     settings = {name: values[name] for name in (_HOW | of_data) & values.keys()}
+    is_labelled = OBJECTIVES[values["objective"]].labelled if values.get("objective") in OBJECTIVES else False
+    if is_labelled and settings.get("dataset_format", "auto") == "auto":
+        settings["dataset_format"] = LABELLED  # an undesirable answer is nothing to compare with
     return {**settings, "report_to": ""}
 
 

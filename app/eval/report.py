@@ -38,6 +38,9 @@ def print_comparison(document: Mapping[str, Any]) -> None:
     _print_changed(document["changed"])
     for note in document["notes"]:
         report(_safe(f"note: {note}"))
+    if document.get("interrupted"):
+        before = "the models above were evaluated before" if document["rows"] else "no model was evaluated to its end"
+        report(f"interrupted: {before}; repeat the command to evaluate all")
 
 
 def _print_judge(part: Mapping[str, Any]) -> None:

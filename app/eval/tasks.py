@@ -15,15 +15,18 @@ from app.eval.folder import tasks_file
 from app.eval.statistics import Difference, difference, mean_of
 from app.launch.foreground import run_checker
 from app.launch.job import TrainJob
-from trainers.config.command_line import option
+from trainers.config.command_line import option, switch
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import whole_number
 from trainers.run.json_file import load_json
 
+CHAT_TEMPLATE = "tasks_chat_template"
 OPTIONS = {
     "tasks": option("tasks", "<a,b,c.yaml>", "Tasks of lm-evaluation-harness: names, or task files of your own; their "
                     "data is not downloaded.", "Tasks"),
     "tasks_limit": option("tasks_limit", "<int>", "Examples of each task at most; default: all.", "Tasks"),
+    CHAT_TEMPLATE: switch(CHAT_TEMPLATE, "Ask in each model's chat template, as lm-eval's --apply_chat_template; "
+                          "default: the tasks' plain prompts."),
 }  # fmt: skip
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 _MODULE = "trainers.tools.harness"
@@ -36,10 +39,12 @@ class Tasks:
     Args:
         names: names, and absolute paths of task files.
         limit: examples of each task at most; None for all.
+        in_chat_template: whether prompts are messages of a user, in each model's chat template.
     """
 
     names: Sequence[str]
     limit: int | None = None
+    in_chat_template: bool = False
 
     def check(self) -> None:
         """Asks the harness whether it knows the tasks.
@@ -60,7 +65,8 @@ class Tasks:
             CheckBroke: if the harness crashes.
         """
         output = tasks_file(job.run)
-        request = {"tasks": self.names, "run_dir": str(job.run.path), "limit": self.limit, "output": str(output)}
+        request = {"tasks": self.names, "run_dir": str(job.run.path), "limit": self.limit, "output": str(output),
+                   CHAT_TEMPLATE: self.in_chat_template}  # fmt: skip
         environment = module_environment(launch_environment(job.devices))
         run_checker(_argv(request), {**environment, **_OFFLINE})
         return dict(load_json(output))
@@ -80,9 +86,8 @@ def tasks_of(values: Mapping[str, Any]) -> Tasks | None:
         ConfigError: for a missing package or file, and a limit that is no number.
     """
     if "tasks" not in values:
-        if "tasks_limit" in values:
-            raise ConfigError.about("tasks_limit", values["tasks_limit"], "is for tasks, and there are none",
-                                    "name them with --tasks")  # fmt: skip
+        if other := next((name for name in OPTIONS if name in values), None):
+            raise ConfigError.about(other, values[other], "is for tasks, and there are none", "name them with --tasks")
         return None
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError.about("tasks", None, "needs the package lm-eval", 'pip install -e ".[harness]"')
@@ -98,7 +103,7 @@ def tasks_of(values: Mapping[str, Any]) -> Tasks | None:
     if "tasks_limit" in values and (limit := whole_number(str(values["tasks_limit"]), 1, 10**9)) is None:
         raise ConfigError.about("tasks_limit", shortened(str(values["tasks_limit"])), "is not a whole number above 0",
                                 "write one")  # fmt: skip
-    return Tasks(list(dict.fromkeys(names)), limit)
+    return Tasks(list(dict.fromkeys(names)), limit, CHAT_TEMPLATE in values)
 
 
 def compare_tasks(models: Mapping[str, Mapping[str, Any]], seed: int = 0) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
 from app.launch.machines import as_machine_0
 from app.launch.schedulers import SCHEDULERS
+from app.runs.exports import exports, lock_exports
 from app.runs.proofs import lock_proofs, proofs
 from app.runs.runs import config_values, list_runs, run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
@@ -165,8 +166,8 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         verb: the action, for error messages, such as `delete`.
 
     Raises:
-        ConfigError: if the run is still live or being proved, another one that is not done starts from its result, or
-            its folder is a link or has no record of what the run wrote.
+        ConfigError: if the run is still live, being proved or exported, another one that is not done starts from its
+            result, or its folder is a link or has no record of what the run wrote.
     """
     state = true_state(run)["state"]
     if state not in END_STATES:
@@ -179,7 +180,11 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         other_state = true_state(other)["state"]
         problem = f"run {other.id} {verb_of_other} from run {run.id}, and is {other_state}"
         raise ConfigError(f"{problem}; finish or delete it first")
-    with run.hold() as lock, lock_proofs(run) if proofs(run) else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        lock = stack.enter_context(run.hold())
+        for work, its_lock in ((proofs(run), lock_proofs), (exports(run), lock_exports)):
+            if work:
+                stack.enter_context(its_lock(run))
         yield lock
 
 
@@ -286,6 +291,15 @@ def keeps_average(run: RunFolder) -> bool:
     return Request(config=str(run.config)).resolve().ema_decay is not None
 
 
+def has_adapter(run: RunFolder) -> bool:
+    """Whether a run trains an adapter, not all weights.
+
+    Raises:
+        ConfigError: if its options cannot be read.
+    """
+    return Request(config=str(run.config)).resolve().method != "full"
+
+
 def export(
     run: RunFolder,
     checkpoint: str | None = None,
@@ -295,6 +309,7 @@ def export(
     averaged: bool = False,
     gguf: str | None = None,
     llama_cpp: Path | None = None,
+    replace: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> Exported:
     """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
@@ -308,11 +323,43 @@ def export(
         averaged: whether to export the moving average of the weights.
         gguf: types of GGUF files to write beside it, with commas between them.
         llama_cpp: folder of the source of llama.cpp, whose converter writes them.
+        replace: whether to replace what the run exported to its own folder before.
         pass_fds: file descriptors that the export program inherits, such as those of locks.
 
     Raises:
         ConfigError: for an invalid request.
         ExportFailed: if the export program crashes, or the export does not match the trained model.
+    """
+    target, kind, args = check_export(run, checkpoint, merged, output, dtype, averaged, gguf, llama_cpp, replace)
+    argv = module_argv("trainers.checkpoint.export", args)
+    status, printed, errors = run_program(argv, module_environment(), cwd=ROOT, pass_fds=pass_fds)
+    lines = [line for line in errors.splitlines() if line.strip()]
+    if status == 2:
+        raise refusal_in(printed)
+    if status != 0:
+        raise ExportFailed(lines[-1] if lines else f"exit status {status}")
+    facts = json.loads(printed.splitlines()[-1])
+    return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"], facts["gguf"])
+
+
+def check_export(
+    run: RunFolder,
+    checkpoint: str | None = None,
+    merged: bool = False,
+    output: Path | None = None,
+    dtype: str | None = None,
+    averaged: bool = False,
+    gguf: str | None = None,
+    llama_cpp: Path | None = None,
+    replace: bool = False,
+) -> tuple[Path, str, list[str]]:
+    """Checks the arguments of `export`, before anything runs.
+
+    Returns:
+        The folder to write, the kind (`full`, `adapter` or `merged`), and the arguments of the export program.
+
+    Raises:
+        ConfigError: for an invalid request.
     """
     known = get_args(TrainConfig.model_fields["export_dtype"].annotation)
     if dtype is not None and dtype not in known:
@@ -334,21 +381,16 @@ def export(
         problem = f"needs full weights, and run {run.id} trained an adapter"
         raise ConfigError.about("--gguf", gguf, problem, "add --merged, which merges it into the base model")
     target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
+    if output and replace:
+        problem, remedy = "is for the run's own folder", "leave out --output, or --replace"
+        raise ConfigError.about("--replace", None, problem, remedy)
     if output:
         refuse_target(target, "output")
     args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
     args += [*(["--checkpoint", checkpoint] if checkpoint else []), *(["--ema"] if averaged else [])]
-    args += ["--dtype", dtype] if dtype else []
+    args += [*(["--replace"] if replace else []), *(["--dtype", dtype] if dtype else [])]
     args += ["--gguf", ",".join(request.types), "--llama_cpp", str(request.llama_cpp)] if request else []
-    argv = module_argv("trainers.checkpoint.export", args)
-    status, printed, errors = run_program(argv, module_environment(), cwd=ROOT, pass_fds=pass_fds)
-    lines = [line for line in errors.splitlines() if line.strip()]
-    if status == 2:
-        raise refusal_in(printed)
-    if status != 0:
-        raise ExportFailed(lines[-1] if lines else f"exit status {status}")
-    facts = json.loads(printed.splitlines()[-1])
-    return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"], facts["gguf"])
+    return target, kind, args
 
 
 def refuse_target(target: Path, option: str) -> None:

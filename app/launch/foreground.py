@@ -32,6 +32,9 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.parse import dump_yaml
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, log_line, register_outside, secrets_in, write_atomic
 
+_BOUND = Path(__file__).with_name("bound_program.py")
+_END_SECONDS = 10.0
+"""Seconds in which a program that is interrupted has to end by itself."""
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
 
 
@@ -249,10 +252,12 @@ def run_program(
     argv: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, show_errors: bool = False,
     pass_fds: Sequence[int] = (),
 ) -> tuple[int, str, str]:  # fmt: skip
-    """Runs a program to its end; on Ctrl-C, SIGTERM or SIGHUP, kills it and raises KeyboardInterrupt.
+    """Runs a program to its end; on Ctrl-C, SIGTERM or SIGHUP, ends it and raises KeyboardInterrupt.
+
+    It also ends when this process is killed (on Linux). It gets SIGTERM, and some seconds to remove what is unfinished.
 
     Args:
-        argv: the command.
+        argv: the command, beginning with the path of a program.
         env: its complete environment.
         cwd: working directory.
         show_errors: let its standard error through, and return none.
@@ -261,20 +266,32 @@ def run_program(
     Returns:
         Exit status, standard output and standard error.
     """
+    bound = [sys.executable, "-IS", str(_BOUND), str(os.getpid()), *argv]
     with interruptible():
         program = subprocess.Popen(
-            list(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            bound, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=None if show_errors else subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
             start_new_session=True, pass_fds=pass_fds,
         )  # fmt: skip
         try:
             out, errors = program.communicate()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
-            program.communicate()
+            _end(program)
             raise
     return program.returncode, out, errors or ""
+
+
+def _end(program: subprocess.Popen[str]) -> None:
+    """Ends a program and all that it has started."""
+    try:
+        os.killpg(program.pid, signal.SIGTERM)
+        program.communicate(timeout=_END_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    finally:  # also at a second Ctrl-C
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.communicate()
 
 
 @contextlib.contextmanager

@@ -173,7 +173,9 @@ def export(page: Page, run: RunFolder) -> None:
     page.locator("#run-export").click()
     page.get_by_label("Merge the adapter into the base").check()
     page.locator("#sure-export").click()
-    expect(page.get_by_text("exported to")).to_be_visible(timeout=1000 * LONG)
+    status = page.locator("#run-export-status")
+    expect(status).to_contain_text(f"The model is in {run.path / 'export-merged'}", timeout=1000 * LONG)
+    expect(status).to_contain_text("same greedy text")
     assert (run.path / "export-merged" / "model.safetensors").exists()
 
 

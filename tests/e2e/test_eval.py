@@ -78,3 +78,29 @@ def test_a_model_that_was_trained_hard_forgets_and_an_untouched_copy_does_not(tm
     assert missing.returncode == 2
     assert "none.txt" in missing.stderr
     assert "[1/2]" not in missing.stderr, "it is refused before the first model runs"
+
+
+@pytest.mark.long
+def test_a_run_of_a_mix_is_evaluated_by_source(tmp_path: Path) -> None:
+    """The loss of each source is the one that training logged; a source alone is the control."""
+    rows = [{"prompt": f"Say {number}.", "completion": f"It is {number * 7 % 10}."} for number in range(120)]
+    (tmp_path / "numbers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mix.yaml").write_text("""\
+sources:
+  - {dataset_name: embedded, name: facts, limit: 200, weight: 2}
+  - {dataset_name: numbers.jsonl, weight: 1}
+""")
+    options = ["--dataset_name", "none", "--eval_dataset_name", "none", "--mix", "mix.yaml", "--eval_share", "0.1"]
+    done = tunesmith("train", "tiny-lora", *options, "--max_steps", "6", "--output_dir", "runs/mixed", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "runs/mixed/metrics.jsonl").read_text().splitlines()]
+    logged = next(line for line in reversed(lines) if "eval_loss" in line)
+    done = tunesmith("eval", "mixed", "--answer_tokens", "0", "--metrics", "loss", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    values = {row["source"]: row["value"] for row in document["rows"] if row["model"] == "mixed"}
+    assert values == pytest.approx({
+        None: logged["eval_loss"], "facts": logged["eval_loss/facts"], "numbers": logged["eval_loss/numbers"],
+    }, abs=1e-4)  # fmt: skip
+    assert abs(values["facts"] - values["numbers"]) > 0.1
+    assert {entry["source"] for entry in document["comparisons"]} == {None, "facts", "numbers"}

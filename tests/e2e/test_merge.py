@@ -30,7 +30,7 @@ def is_free(target: Path) -> bool:
 @pytest.mark.long
 @pytest.mark.usefixtures("home")
 def test_a_killed_merge_leaves_nothing_that_looks_finished(tmp_path: Path) -> None:
-    """Its program, which goes on by itself, holds the folder until it ends, and publishes nothing."""
+    """Its program, which ends with it, holds the folder until then, and publishes nothing."""
     models = [str(adapter(tmp_path / name, seed)) for seed, name in enumerate(("ä 1", "b"))]
     out = tmp_path / "out"
     argv = ["merge", *models, "--method", "dare_linear", "--density", "0.5", "--seed", "7", "--output_dir", str(out)]

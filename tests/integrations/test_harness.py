@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,45 @@ def test_what_the_harness_does_not_know_is_refused_before_a_model_runs(report: P
         assert done.returncode == 2, done.stderr
         assert line in done.stderr
         assert "[1/2]" not in done.stderr
+
+
+def test_a_chat_template_makes_the_prompts_of_our_own_evaluation(report: Path) -> None:
+    """On two processes. The control asks the same without a template, and gets another answer."""
+    folder = report.parent.parent
+    rows = [json.loads(line) for line in (folder / "facts.jsonl").read_text().splitlines()]
+    bare = [row | {"prompt": row["prompt"].removeprefix("User:\n").removesuffix("\n\nAssistant:\n")} for row in rows]
+    (folder / "bare.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bare))
+    task = EXACT.replace("FOLDER/facts", f"{folder}/bare").replace("task: facts", "task: bare")
+    (folder / "bare.yaml").write_text(task)
+    argv = [
+        "runs/a",
+        "--base",
+        "none",
+        "--tasks",
+        "bare.yaml",
+        "--answer_tokens",
+        "64",
+        "--num_processes",
+        "2",
+        "--json",
+    ]
+    own = [row["answer"] == row["expected"] for row in evaluated(report / "2-a")]
+    shares = []
+    for more in (["--tasks_chat_template"], []):
+        done = tunesmith("eval", *argv, *more, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        shares.append(value(json.loads(done.stdout)["tasks"]["rows"], task="bare", metric="exact_match"))
+    assert shares[0] == pytest.approx(sum(own) / ROWS)
+    assert shares[1] < shares[0], "control"
+
+
+def test_a_model_without_a_chat_template_says_so(report: Path) -> None:
+    folder = report.parent.parent
+    copy = Path(shutil.copytree(BASE_DIR, folder / "plain"))
+    settings = json.loads((copy / "tokenizer_config.json").read_text())
+    (copy / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": None}))
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    texts = ["--dataset_name", "texts.jsonl", "--tasks", "texts.yaml", "--tasks_chat_template"]
+    done = tunesmith("eval", "plain", "--base", "none", *texts, cwd=folder)
+    assert done.returncode == 1, done.stderr
+    assert "needs a chat template, and this model has none" in done.stderr

@@ -27,9 +27,9 @@ OPTIONS: dict[str, Any] = {
 
 @cache
 @torch.inference_mode()
-def stock(last: int = 0) -> list[dict[str, Any]]:
+def stock(last: int = 0, dtype: torch.dtype = torch.float32) -> list[dict[str, Any]]:
     """One row at a time, without padding; as a control with the weights of the `last` layer doubled."""
-    model = AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(BASE_DIR, dtype=dtype)
     if last:
         model.model.layers[-1].mlp.down_proj.weight.data *= 2
     tokenizer, rows = AutoTokenizer.from_pretrained(BASE_DIR), []
@@ -38,7 +38,7 @@ def stock(last: int = 0) -> list[dict[str, Any]]:
         coded = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
         prompt = tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=True)["input_ids"]
         ids, trained = torch.tensor([coded["input_ids"]]), torch.tensor(coded["assistant_masks"])[1:].bool()
-        losses = functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")[trained]
+        losses = functional.cross_entropy(model(ids).logits[0, :-1].float(), ids[0, 1:], reduction="none")[trained]
         answer = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=TOKENS)[0, len(prompt) :]
         rows.append({"loss": losses.sum().item(), "tokens": len(losses), "expected": messages[-1]["content"],
                      "answer": tokenizer.decode(answer, skip_special_tokens=True)})  # fmt: skip
@@ -91,3 +91,31 @@ def test_text_has_no_answers_and_cut_rows_are_refused(tmp_path: Path) -> None:
     for changes in ({"eval_answer_tokens": 100_000}, {"assistant_only_loss": False}):  # no room; nothing but answers
         rows = evaluated(tmp_path / f"{changes}", "single", **changes)
         assert [row["answer"] for row in rows] == [None] * ROWS
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["single", "fsdp2"])
+def test_bf16_gives_the_losses_of_stock_bf16(strategy: str, tmp_path: Path) -> None:
+    """Rounding differs with the shape of a batch, so per token within a few steps of bf16, and closer than fp32 is."""
+    rows = evaluated(tmp_path, strategy, mixed_precision="bf16", eval_answer_tokens=0)
+    of_bf16, of_fp32, changed = stock(dtype=torch.bfloat16), stock(), stock(last=1)
+
+    def distance(of: list[dict[str, Any]]) -> float:
+        return max(abs(row["loss"] - other["loss"]) / row["tokens"] for row, other in zip(rows, of, strict=True))
+
+    assert distance(of_bf16) < 0.02
+    assert distance(changed) > 0.1, "control"
+    assert distance(of_fp32) > 0, "it is no fp32"
+
+
+def test_an_undesirable_answer_is_not_expected(tmp_path: Path) -> None:
+    """Control: as prompts and completions, whose label is just another column, all are."""
+    facts = [{"prompt": f"Say {number}.", "completion": f"It is {number}.", "label": number % 3 != 1}
+             for number in range(6)]  # fmt: skip
+    (tmp_path / "kto.jsonl").write_text("".join(json.dumps(row) + "\n" for row in facts))
+    data = {"dataset_name": str(tmp_path / "kto.jsonl"), "eval_dataset_name": str(tmp_path / "kto.jsonl")}
+    rows = evaluated(tmp_path / "labelled", "single", **data, dataset_format="labelled", eval_answer_tokens=3)
+    assert [row["expected"] for row in rows] == [fact["completion"] for fact in facts if fact["label"]]
+    assert all(row["answer"] for row in rows)
+    every = evaluated(tmp_path / "all", "single", **data, eval_answer_tokens=0)
+    assert [row["expected"] for row in every] == [fact["completion"] for fact in facts]

@@ -11,7 +11,7 @@ import argparse
 import json
 import os
 import secrets
-import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -67,6 +67,7 @@ from trainers.run.lineage import EXPORT_RECORD, export_record
 from trainers.run.manifest import read_manifest, sha256, sync, verify
 from trainers.run.model_card import History, card_title, history_of, hub_id, model_card
 from trainers.run.record import RunRecord
+from trainers.run.unfinished import being_written, new_beside
 
 SHARD_SIZE = "5GB"
 _SLOWEST = 5e6
@@ -155,13 +156,8 @@ def export(
         ConfigError: if the target contains files that the run did not write, or llama.cpp does not know the model.
         TrainingError: if the loss of the export differs from the trainer's; its folder is then `<target>-failed`.
     """
-    if record is not None:
-        temporary = record.temporary(target.name)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        temporary.mkdir()
-    try:
+    temporary = record.temporary(target.name) if record is not None else new_beside(target)
+    with being_written(temporary):
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         history = _with_revision(history or History(), config)
         its_config = described or config
@@ -194,8 +190,6 @@ def export(
             record.publish(temporary, final.name)
         else:
             os.replace(temporary, final)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     if checked.failed and history.merge is not None:
         remedy = "" if dtype == torch.float32 else "; try --dtype float32"
         raise TrainingError(f"{checked}; it is not the merged model{remedy}")
@@ -376,13 +370,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--checkpoint", help="name of one of the run's checkpoints; default: the newest")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), help="default: the run's option")
     parser.add_argument("--ema", action="store_true", help="the moving average of the weights")
+    parser.add_argument("--replace", action="store_true", help="replace what the run exported to its own folder before")
     parser.add_argument("--gguf", help="types of GGUF files to write too, such as f16,q4_k_m")
     parser.add_argument("--llama_cpp", type=Path, help="folder of the source of llama.cpp")
     arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *signalled: sys.exit(128 + signal.SIGTERM))  # removes what is unfinished
     run, output = RunFolder(arguments.run), Path(arguments.output)
     try:
         gguf = gguf_request(arguments.gguf, arguments.llama_cpp)
-        export_again(run, output, arguments.kind, arguments.checkpoint, arguments.dtype, arguments.ema, gguf)
+        export_again(
+            run, output, arguments.kind, arguments.checkpoint, arguments.dtype, arguments.ema, gguf, arguments.replace
+        )  # fmt: skip
     except ConfigError as error:
         print("\n".join(error.lines), file=sys.stderr)
         print(json.dumps({"mistakes": error.as_json()}), flush=True)
@@ -395,7 +393,7 @@ def main(argv: list[str]) -> int:
 
 def export_again(
     run: RunFolder, target: Path, kind: str, checkpoint: str | None, dtype: str | None = None, averaged: bool = False,
-    gguf: GgufRequest | None = None,
+    gguf: GgufRequest | None = None, replaces: bool = False,
 ) -> None:  # fmt: skip
     """Exports the weights of a checkpoint of a run.
 
@@ -407,6 +405,7 @@ def export_again(
         dtype: dtype of the weights; None for the run's `export_dtype`.
         averaged: export the moving average of the weights.
         gguf: GGUF files to write beside it.
+        replaces: replace what the run exported to its own folder before.
 
     Raises:
         TrainingError: if the export is not the model that was trained.
@@ -422,12 +421,15 @@ def export_again(
         raise ConfigError(f"run {run.id} has no checkpoint; it saves one every save_steps, and when it is stopped")
     if checkpoint and checkpoint not in names:
         raise ConfigError(f"checkpoint {checkpoint} does not exist; run {run.id} has: {', '.join(names)}")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(f"--output {target} is not empty; use a new folder, so that nothing is overwritten")
+    is_own = target.absolute() == run.path / export_name(kind, averaged) and run.record.exists()
+    if replaces and is_own:
+        run.record.refuse_foreign(target.name)
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+        remedy = "use --replace, or a new folder" if is_own else "use a new folder, so that nothing is overwritten"
+        raise ConfigError(f"--output {target} is not empty; {remedy}")
     folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
     try:
         manifest = verify(folder)
-        is_own = target.absolute() == run.path / export_name(kind, averaged) and run.record.exists()
         record = run.record if is_own else None
         results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
         is_result = folder.name == _chosen(run, names, config) and kind == export_kind(config) and not averaged

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +16,11 @@ PLAIN = {"f32": 32.0, "bf16": 16.0, "f16": 16.0}
 QUANTISED = {"q8_0": 8.5, "q6_k": 6.6, "q5_k_m": 5.7, "q4_k_m": 4.9, "q4_0": 4.7, "q3_k_m": 4.0, "q2_k": 3.4}
 """Types that llama.cpp's quantiser makes of them, with about as many bits per weight, the larger tensors' share
 included. Those that need an importance matrix are left out."""
+LLAMA_CPP = "TUNESMITH_LLAMA_CPP"
+"""Names the variable with the folder of llama.cpp's source. Its converter runs, so no page may name another."""
 PACKAGE = "llama-cpp-python"
 INSTALL = "pip install 'tunesmith[gguf]'"
+CLONE = "git clone https://github.com/ggml-org/llama.cpp"
 _SOURCE = "a folder with the source of llama.cpp, such as a clone of github.com/ggml-org/llama.cpp"
 
 
@@ -52,7 +56,7 @@ def gguf_request(types: str | None, llama_cpp: Path | None) -> GgufRequest | Non
 
     Args:
         types: Types with commas between them, in upper or lower case.
-        llama_cpp: The folder of llama.cpp's source.
+        llama_cpp: The folder of llama.cpp's source; default: that of the environment.
 
     Raises:
         ConfigError: If a type is unknown, the folder has no converter, or a package is missing.
@@ -68,14 +72,32 @@ def gguf_request(types: str | None, llama_cpp: Path | None) -> GgufRequest | Non
     for name in names:
         if name not in known:
             raise ConfigError.about("--gguf", name, "is unknown", nearest(name, known, f"use {', '.join(known)}"))
+    llama_cpp = llama_cpp or llama_cpp_folder()
     if llama_cpp is None:
         problem = f"needs llama.cpp's own converter ({CONVERTER}), which no package index has by itself"
-        raise ConfigError.about("--gguf", types, problem, f"name {_SOURCE}, with --llama_cpp DIR")
+        raise ConfigError.about("--gguf", types, problem, f"name {_SOURCE}, with --llama_cpp DIR or {LLAMA_CPP}")
     folder = llama_cpp.expanduser().absolute()
     if not (folder / CONVERTER).is_file():
         raise ConfigError.about("--llama_cpp", llama_cpp, f"has no {CONVERTER}", f"name {_SOURCE}")
     _refuse_missing(names)
     return GgufRequest(names, folder)
+
+
+def llama_cpp_folder() -> Path | None:
+    """The folder of llama.cpp's source that the environment names."""
+    return Path(folder) if (folder := os.environ.get(LLAMA_CPP)) else None
+
+
+def offered_types() -> tuple[list[str], str]:
+    """The types that can be written in this environment, and what is missing for the others, as a clause."""
+    try:
+        gguf_request(next(iter(PLAIN)), None)
+    except ConfigError:
+        source = f"run `{CLONE}` and `{INSTALL}`, and set `{LLAMA_CPP}` to that folder before the server starts"
+        return [], f"they need llama.cpp's own converter; {source}"
+    if not has_llama_cpp():
+        return [*PLAIN], f"quantised types need `{INSTALL}`, which compiles llama.cpp in some minutes"
+    return [*PLAIN, *QUANTISED], ""
 
 
 def has_llama_cpp() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from trainers.config.data_options import DataOptions
@@ -15,7 +16,7 @@ from trainers.config.mistakes import ConfigError, Mistake, nearest
 from trainers.config.model_options import MethodOptions, ModelOptions
 from trainers.config.objective_file import file_spec, short_name
 from trainers.config.objective_options import ObjectiveOptions
-from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
+from trainers.config.objectives import LABELLED, OBJECTIVES, ObjectiveSpec
 from trainers.config.optimizer_options import (
     ADAMW,
     AVERAGE_BYTES,
@@ -212,7 +213,9 @@ class TrainConfig(
         """
         if self.objective not in OBJECTIVES:
             return file_spec(self.objective)
-        return OBJECTIVES[self.objective].variant(self.loss_type)
+        spec = OBJECTIVES[self.objective].variant(self.loss_type)
+        is_labelled = self.eval_only and self.dataset_format == LABELLED  # an evaluation leaves out undesirable answers
+        return replace(spec, formats=(LABELLED,)) if is_labelled else spec
 
     @property
     def example_tokens(self) -> int:

@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from trainers.config.mistakes import ConfigError
+from trainers.run.unfinished import remove_left, unfinished_name
 
 RECORD = ".written.jsonl"
 CHAT_TEMPLATE = "chat_template.json"
@@ -113,14 +113,14 @@ class RunRecord:
         return next((str(path) for path in sorted(files) if not _is_entered(path, entries)), None)
 
     def temporary(self, name: str) -> Path:
-        """Creates and records an empty folder next to `name`; removes those left by earlier exports."""
+        """Creates and records an empty folder next to `name`; removes those left by exports that were killed."""
         for entry in self.entries():
             if entry.startswith(f".{name}.") and entry.count("/") == 1 and entry.endswith("/"):
-                shutil.rmtree(self.folder / entry, ignore_errors=True)
+                remove_left(self.folder / entry)
         return self._new_folder(name)
 
     def _new_folder(self, name: str) -> Path:
-        folder = self.folder / f".{name}.{secrets.token_hex(8)}"
+        folder = self.folder / unfinished_name(name)
         self.enter([f"{folder.name}/"])
         folder.mkdir()
         return folder
@@ -140,8 +140,13 @@ class RunRecord:
             os.replace(temporary, target)
             return
         old = self._new_folder(name)
-        os.replace(target, old)
-        os.replace(temporary, target)
+        try:
+            os.replace(target, old)
+            os.replace(temporary, target)
+        except BaseException:  # a signal in between
+            if not target.exists():
+                os.replace(old, target)
+            raise
         shutil.rmtree(old, ignore_errors=True)
 
     def refuse_foreign(self, name: str) -> None:

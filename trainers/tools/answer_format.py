@@ -7,25 +7,31 @@ The parsing is transformers' `ResponseParser`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from transformers.utils.chat_parsing.response_parser import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
+from trainers.config.mistakes import ConfigError
+from trainers.data.render_budget import TooLong, cpu_time_limit
 from trainers.data.template_probe import TemplateProbe
 from trainers.tools.tool_calls import Call, as_call, deepseek_token, read_calls
 
 Kind = Literal["content", "reasoning", "tool_call"]
+_Parsed = TypeVar("_Parsed")
 
 _KINDS: dict[str, Kind] = {
     "content": "content", "reasoning_content": "reasoning", "thinking": "reasoning", "reasoning": "reasoning",
     "tool_calls": "tool_call",
 }  # fmt: skip
 """Names of the fields of a response template."""
+_CALLS = "tool_calls"
 _SKIPPED = "skipped"
 _NEVER = r"(?!)"
+_PARSE_SECONDS = 10.0
+"""CPU time of the process, generation included, in which a token's text has to be read; it takes less than 1 ms."""
 _ANCHOR = "\x00"
 """Where an answer begins in the prefix that a parser gets; no template writes it."""
 
@@ -142,19 +148,25 @@ class AnswerFormat:
         self.dropped = frozenset(token for token, text in (special or {}).items() if text not in marks)
         self.takes_tools = probe is not None and probe.mentions("tools")
 
-    def parser(self, prompt: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> AnswerParser:
+    def parser(
+        self, prompt: str = "", tools: Sequence[Mapping[str, Any]] = (), with_calls: bool = True
+    ) -> AnswerParser:
         """A parser for one answer.
 
         Args:
             prompt: the text before the answer, which may have opened a thought.
             tools: that the model was offered, as chat templates read them.
+            with_calls: whether to look for calls of tools; their text is content otherwise.
         """
         if self._own:
-            return AnswerParser(self._own, prompt, tools)
+            fields = {name: each for name, each in self._own.fields.items() if with_calls or name != _CALLS}
+            return AnswerParser(replace(self._own, fields=fields), prompt, tools)
         fields = self._family.fields()
         if tools and "<|start_header_id|>" in self._source:  # Llama 3 calls tools in bare JSON
             pattern = r"\A\s*(?=\{)|\s*<\|python_tag\|>"
             fields["tool_calls"] = {"open_pattern": pattern, "close_pattern": _NEVER, "repeats": True}
+        if not with_calls:
+            fields.pop(_CALLS, None)
         opened = ""
         if self._family.thoughts and prompt.rstrip().endswith(self._family.thoughts[0]):
             opened = self._family.thoughts[0]
@@ -202,6 +214,7 @@ class AnswerParser:
         self._parser = _LenientParser(template, prefix=prompt, tools=[dict(tool) for tool in tools])
         self._texts: dict[Kind, list[str]] = {"content": [], "reasoning": [], "tool_call": []}
         self._calls: list[Call | None] = []
+        self._ended_calls = self._taken_calls = 0
         self._trims = False  # white space at the start of a thought, and between a thought or a call and what follows
 
         self.initial = list(self._pieces(self._parser.initial_events))
@@ -213,7 +226,9 @@ class AnswerParser:
     def finish(self) -> list[Piece]:
         """What is known at the end, which may have cut a thought or a call."""
         with_end = self._parser.finalize()[1]
-        return list(self._pieces(with_end))
+        pieces = list(self._pieces(with_end))
+        self._ended_calls = len(self._calls)
+        return pieces
 
     def message(self) -> dict[str, Any]:
         """The answer after `finish`: `content`, and where it has them `reasoning_content` and `tool_calls`.
@@ -223,15 +238,23 @@ class AnswerParser:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts["content"])}
         if reasoning := "".join(self._texts["reasoning"]).strip():
             message["reasoning_content"] = reasoning
-        calls: list[dict[str, Any]] = []
-        for body, value in zip(self._texts["tool_call"], self._calls, strict=True):
-            if value is not None:
-                calls += value if isinstance(value, list) else [value]
-            else:
-                calls += read_calls(body, self._tools) or [{"invalid": body.strip()}]
+        calls = [call for number in range(len(self._calls)) for call in self._read_calls(number)]
         if calls:
             message["tool_calls"] = calls
         return message
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """The calls, as in `message`, that have been finished since the last time; after `finish`, the others."""
+        numbers = range(self._taken_calls, self._ended_calls)
+        self._taken_calls = self._ended_calls
+        return [call for number in numbers for call in self._read_calls(number)]
+
+    def _read_calls(self, number: int) -> list[dict[str, Any]]:
+        """The calls between two markers."""
+        body, value = self._texts["tool_call"][number], self._calls[number]
+        if value is not None:
+            return value if isinstance(value, list) else [value]
+        return read_calls(body, self._tools) or [{"invalid": body.strip()}]
 
     def _pieces(self, events: Sequence[dict[str, Any]]) -> Iterator[Piece]:
         for event in events:
@@ -246,6 +269,7 @@ class AnswerParser:
                 self._trims = True
                 if kind == "tool_call":
                     self._calls[-1] = _read_value(event["value"])
+                    self._ended_calls = len(self._calls)
 
     def _open(self, kind: Kind) -> Iterator[Piece]:
         self._trims = True
@@ -280,3 +304,68 @@ def _read_value(value: Any) -> Any:
         return [as_call(entry) for entry in value] if isinstance(value, list) else as_call(value)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+class PlainParser:
+    """Takes an answer in plain text for what it is."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self.initial: list[Piece] = []
+
+    def feed(self, text: str) -> list[Piece]:
+        """The chunk."""
+        self._text += text
+        return [Piece("content", text)]
+
+    def finish(self) -> list[Piece]:
+        """Nothing."""
+        return []
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """None."""
+        return []
+
+    def message(self) -> dict[str, Any]:
+        """The answer: `content`."""
+        return {"role": "assistant", "content": self._text}
+
+
+class InTime:
+    """A parser with a limit of time: the patterns of a `response_template` may take forever on some text.
+
+    To be used in the main thread. Every method raises ConfigError if it takes too long.
+
+    Args:
+        parser: the parser.
+    """
+
+    def __init__(self, parser: AnswerParser):
+        self._parser = parser
+        self.initial = parser.initial
+
+    def feed(self, text: str) -> list[Piece]:
+        """See `AnswerParser`."""
+        return _in_time(self._parser.feed, text)
+
+    def finish(self) -> list[Piece]:
+        """See `AnswerParser`."""
+        return _in_time(self._parser.finish)
+
+    def take_calls(self) -> list[dict[str, Any]]:
+        """See `AnswerParser`."""
+        return _in_time(self._parser.take_calls)
+
+    def message(self) -> dict[str, Any]:
+        """See `AnswerParser`."""
+        return _in_time(self._parser.message)
+
+
+def _in_time(parse: Callable[..., _Parsed], *text: str) -> _Parsed:
+    try:
+        with cpu_time_limit(_PARSE_SECONDS):
+            return parse(*text)
+    except TooLong:
+        raise ConfigError(
+            "the response_template of this model's tokenizer takes too long to read the answer; complete plain text"
+        ) from None

@@ -9,10 +9,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from accelerate.utils import set_seed
@@ -23,14 +23,13 @@ from trainers.checkpoint.weights import load_weights, refuse_other_base
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import Request
-from trainers.data.render_budget import TooLong, cpu_time_limit
 from trainers.model.load import compute_dtype, load_base, model_path
 from trainers.model.lora import add_adapters
 from trainers.run.folder import RunFolder
 from trainers.run.from_run import resolve_request
 from trainers.run.lineage import read_export
 from trainers.run.manifest import verify
-from trainers.tools.answer_format import AnswerParser, Piece
+from trainers.tools.answer_format import InTime, PlainParser
 from trainers.tools.chat_memory import check_memory
 from trainers.tools.chat_models import Models
 from trainers.tools.partial_text import PartialText
@@ -38,9 +37,6 @@ from trainers.tools.rpc_server import serve
 
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _BAD = (ValueError, KeyError, OSError, RuntimeError, SafetensorError)
-_PARSE_SECONDS = 10.0
-"""CPU time of the process, generation included, in which a token's text has to be read; it takes less than 1 ms."""
-_Parsed = TypeVar("_Parsed")
 
 # -- loading ---------------------------------------------------------------------------------------------------------
 
@@ -247,23 +243,6 @@ class _Generation(threading.Thread):
         self.texts.put(self._partial.end())
 
 
-class _PlainParser:
-    """Takes an answer in plain text for what it is."""
-
-    def __init__(self) -> None:
-        self._text = ""
-
-    def feed(self, text: str) -> list[Piece]:
-        self._text += text
-        return [Piece("content", text)]
-
-    def finish(self) -> list[Piece]:
-        return []
-
-    def message(self) -> dict[str, Any]:
-        return {"role": "assistant", "content": self._text}
-
-
 class Chat:
     """The request handlers, and the models that they share."""
 
@@ -323,11 +302,11 @@ class Chat:
         with entered:
             generation.start()
             try:
-                if isinstance(parser, AnswerParser) and parser.initial:
+                if parser.initial:
                     yield {"text": "", "parts": parser.initial}
                 for text in iter(generation.texts.get, None):
                     if text:
-                        yield {"text": text, "parts": _in_time(parser.feed, text)}
+                        yield {"text": text, "parts": parser.feed(text)}
             finally:
                 generation.stop.requested.set()
                 generation.join()
@@ -336,42 +315,27 @@ class Chat:
             raise ConfigError(f"{len(prompt):,} tokens and an answer do not fit in GPU memory; clear the chat")
         if generation.error is not None:
             raise generation.error
-        yield {"text": "", "parts": _in_time(parser.finish)}
+        yield {"text": "", "parts": parser.finish()}
         summary = _summary(models, generation.tokens, len(prompt), time.monotonic() - started)
-        message, calls = _in_time(parser.message), sum(len(each.get("tool_calls", ())) for each in request["messages"])
+        message, calls = parser.message(), sum(len(each.get("tool_calls", ())) for each in request["messages"])
         for number, call in enumerate(message.get("tool_calls", ())):
             if "function" in call:
                 call["id"] = f"call{calls + number:05}"  # Mistral's template takes nine letters and digits
         yield {**summary, "message": message}
 
-    def _prompt(self, models: Models, request: dict[str, Any]) -> tuple[list[int], AnswerParser | _PlainParser]:
+    def _prompt(self, models: Models, request: dict[str, Any]) -> tuple[list[int], InTime | PlainParser]:
         """Tokens to go on from, and what takes the answer apart."""
         messages, tools = request["messages"], request.get("tools") or []
         if request.get("plain") or not models.has_template:
             if tools:
                 raise ConfigError("tools need a chat template; remove them, or turn off plain text")
-            return models.prompt(messages, plain=True), _PlainParser()
+            return models.prompt(messages, plain=True), PlainParser()
         has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
         if (tools or has_calls) and not models.takes_tools:
             raise ConfigError("the chat template of this model does not know tools; remove them, or clear the chat")
         variables = {"tools": tools} if tools else {}
         text = models.text([models.for_template(message) for message in messages], False, variables)
-        return models.tokens(text, plain=False), models.format.parser(text, tools)
-
-
-def _in_time(parse: Callable[..., _Parsed], *text: str) -> _Parsed:
-    """What a parser returns. A tokenizer's own `response_template` may have patterns that take forever on some text.
-
-    Raises:
-        ConfigError: if it takes too long.
-    """
-    try:
-        with cpu_time_limit(_PARSE_SECONDS):
-            return parse(*text)
-    except TooLong:
-        raise ConfigError(
-            "the response_template of this model's tokenizer takes too long to read the answer; complete plain text"
-        ) from None
+        return models.tokens(text, plain=False), InTime(models.format.parser(text, tools))
 
 
 def _summary(models: Models, tokens: list[int], prompt_tokens: int, seconds: float) -> dict[str, Any]:

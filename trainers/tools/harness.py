@@ -22,15 +22,15 @@ from trainers.config.parse import Request
 from trainers.run.folder import RunFolder, write_json
 from trainers.run.from_run import resolve_request
 
-OPTION = "tasks"
+OPTION, CHAT_TEMPLATE = "tasks", "tasks_chat_template"
 
 
 def main(argument: str) -> int:
     """Evaluates tasks, or only checks their names without a `run_dir`.
 
     Args:
-        argument: JSON with `tasks`, and `run_dir` of the model's evaluation, `limit` of examples (null for all) and
-            `output`, the file for the results.
+        argument: JSON with `tasks`, and `run_dir` of the model's evaluation, `limit` of examples (null for all),
+            `output`, the file for the results, and `tasks_chat_template`, whether prompts are a user's messages.
 
     Returns:
         The exit status: 2 for mistakes, which are printed as JSON.
@@ -74,11 +74,15 @@ def evaluate(request: Mapping[str, Any], manager: Any) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
     model, tokenizer, batch_size = _loaded(Path(request["run_dir"]))
+    in_chat_template = bool(request.get(CHAT_TEMPLATE))
+    if in_chat_template and not tokenizer.chat_template:
+        raise ConfigError.about(CHAT_TEMPLATE, None, "needs a chat template, and this model has none",
+                                "leave it out, or name one with --chat_template")  # fmt: skip
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     try:
         results = lm_eval.simple_evaluate(
             harness, tasks=list(request["tasks"]), limit=request.get("limit"), task_manager=manager,
-            bootstrap_iters=1000, confirm_run_unsafe_code=False,
+            bootstrap_iters=1000, confirm_run_unsafe_code=False, apply_chat_template=in_chat_template,
         )  # fmt: skip
     except (OSError, ValueError, KeyError, ConnectionError, AttributeError) as error:
         problem = f"could not be evaluated: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

@@ -124,13 +124,14 @@ def serve(settings: Settings, token: str | None) -> int:
 
     from trainers.tools.host_guard import HostGuard
     from trainers.tools.serve_app import Limits, ServeApp
-    from trainers.tools.serve_connections import connection_class
+    from trainers.tools.serve_connections import ConnectionLimit, connection_class
 
     model = _load(settings)
     concurrent = _concurrent(settings.max_concurrent, model.most_concurrent)
     limits = Limits(concurrent, settings.max_waiting)
     app = ServeApp(model, settings.name, limits, token)
     guard = HostGuard(app, TrustedHosts(settings.host, machine_names(settings.host)), paths=None)
+    limited = ConnectionLimit(guard, _connections(limits))
     listening = socket.socket(fileno=settings.socket)
     os.set_inheritable(settings.socket, False)
     port = listening.getsockname()[1]
@@ -155,11 +156,11 @@ def serve(settings: Settings, token: str | None) -> int:
             timer.start()
 
     config = uvicorn.Config(
-        guard, log_level="critical", access_log=False, server_header=False, proxy_headers=False, lifespan="off",
+        limited, log_level="critical", access_log=False, server_header=False, proxy_headers=False, lifespan="off",
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS, ws="none", timeout_keep_alive=30, http=connection_class(),
-        limit_concurrency=_connections(limits),
     )  # fmt: skip
     server = Server(config)
+    limited.connections = server.server_state.connections
     server.run(sockets=[listening])
     return server.status
 

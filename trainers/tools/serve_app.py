@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
-import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 from urllib.parse import quote
 
 from trainers.run.web_host import Scope, header_values
 from trainers.tools.host_guard import Message, Receive, Send, send_json
-from trainers.tools.serve_requests import ApiError, ChatRequest, Sampling, parse_request
+from trainers.tools.serve_answer import Answer, Choice, Event, Parser
+from trainers.tools.serve_requests import ApiError, Sampling, parse_request
 
 MAX_BODY = 8 << 20
 """Most bytes of a request."""
@@ -48,6 +47,9 @@ class Answerer(Protocol):
     def tokens(self, text: str) -> list[int]:
         """Its token ids; in any thread."""
 
+    def parser(self, text: str, tools: Sequence[Any]) -> Parser:
+        """What takes an answer apart; to be used in the main thread."""
+
     def start(self, prompt: Sequence[int], sampling: Sampling, on_event: Callable[[Any], None]) -> Any:
         """Starts to generate; has `stop`; its last event is no text."""
 
@@ -58,11 +60,17 @@ class Limits:
 
     Args:
         concurrent: answers that are generated at a time.
-        waiting: requests that may wait for their turn, those that still arrive included; more are refused with 429.
+        waiting: answers that may wait for their turn, those to requests that still arrive included; more are refused
+            with 429.
     """
 
     concurrent: int
     waiting: int
+
+    @property
+    def total(self) -> int:
+        """Answers that are generated or wait."""
+        return self.concurrent + self.waiting
 
 
 class ServeApp:
@@ -81,7 +89,7 @@ class ServeApp:
         self.limits = limits
         self._token = None if token is None else _digest(token)
         self._turns = asyncio.Semaphore(limits.concurrent)
-        self._running = self._pending = 0
+        self.running = self.pending = 0
         self._tokenising = asyncio.Semaphore(1)  # it takes many times the memory of the text
         self._created = int(time.time())
 
@@ -140,37 +148,57 @@ class ServeApp:
             raise ApiError(404, problem, "model", "model_not_found")
 
     async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with ExitStack() as until_turn:
-            until_turn.enter_context(self._waiting())
+        with closing(_Waiting(self)) as waiting:
+            waiting.add(1)
             request = parse_request(await _body(scope, receive))
             self._check_model(request.model)
-            sampling = request.sampling(self.model.ceiling)
-            text = self.model.text(request.conversation(), request.offered_tools())
+            if request.n > self.limits.total:
+                problem = f"n={request.n}: this server takes {self.limits.total} answers at a time; ask for fewer"
+                raise ApiError(400, problem, "n", "integer_above_max_value")
+            waiting.add(request.n - 1)
+            tools = request.offered_tools()
+            text = self.model.text(request.conversation(), tools)
             async with self._tokenising:
                 prompt = await asyncio.to_thread(self.model.tokens, text)
-            answer = _Answer(self.name, request, len(prompt), send)
+            choices = [Choice(index, self.model.parser(text, tools)) for index in range(request.n)]
+            answer = Answer(self.name, request, choices, len(prompt), send)
+            samplings = [request.sampling(self.model.ceiling, index) for index in range(request.n)]
 
             async def respond() -> None:
-                async with self._events(prompt, sampling, until_turn.close) as events:
-                    await (answer.stream(events) if request.stream else answer.complete(events))
+                async with self._answers(prompt, samplings, waiting.take) as next_event:
+                    await (answer.stream(next_event) if request.stream else answer.complete(next_event))
 
             await _while_connected(receive, respond())
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Counts a request among those that wait.
+    @asynccontextmanager
+    async def _answers(
+        self, prompt: Sequence[int], samplings: Sequence[Sampling], on_turn: Callable[[], None]
+    ) -> AsyncIterator[Callable[[], Awaitable[Event]]]:
+        """What gives the next event of any of the answers, or raises what ended one of them."""
+        queue = asyncio.Queue[tuple[int, Any]]()
 
-        Raises:
-            ApiError: with status 429 if too many do.
-        """
-        if self._pending + self._running >= self.limits.concurrent + self.limits.waiting:
-            problem = f"{self._running} answers are generated and {self._pending} requests wait; try again"
-            raise ApiError(429, problem, code="rate_limit_exceeded", headers={"retry-after": "1"})
-        self._pending += 1
+        async def generate(index: int, sampling: Sampling) -> None:
+            try:
+                async with self._events(prompt, sampling, on_turn) as events:
+                    queue.put_nowait((index, None))
+                    async for event in events:
+                        queue.put_nowait((index, event))
+            except Exception as error:
+                queue.put_nowait((index, error))
+
+        async def next_event() -> Event:
+            index, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            return index, event
+
+        tasks = [asyncio.ensure_future(generate(*numbered)) for numbered in enumerate(samplings)]
         try:
-            yield
+            yield next_event
         finally:
-            self._pending -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @asynccontextmanager
     async def _events(
@@ -184,7 +212,7 @@ class ServeApp:
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
 
         def end_turn() -> None:
-            self._running -= 1
+            self.running -= 1
             self._turns.release()
 
         def take(event: Any) -> None:
@@ -197,7 +225,7 @@ class ServeApp:
                 loop.call_soon_threadsafe(take, event)
 
         await self._turns.acquire()
-        self._running += 1
+        self.running += 1
         on_turn()
         try:
             generation = self.model.start(prompt, sampling, put)
@@ -234,67 +262,40 @@ def _report(error: BaseException) -> None:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-class _Answer:
-    """Sends an answer in either form.
+class _Waiting:
+    """The answers to a request that wait for their turn.
 
     Args:
-        name: the model's name.
-        request: the request.
-        prompt_tokens: tokens of its conversation.
-        send: sends messages to the client.
+        app: counts them.
     """
 
-    def __init__(self, name: str, request: ChatRequest, prompt_tokens: int, send: Send):
-        self._shared = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": name}
-        options = request.stream_options
-        self._with_usage = options is not None and options.include_usage
-        self._prompt_tokens = prompt_tokens
-        self._send = send
+    def __init__(self, app: ServeApp):
+        self._app = app
+        self._count = 0
 
-    async def complete(self, events: AsyncIterator[Any]) -> None:
-        """Sends the answer at once."""
-        pieces = [event async for event in events]
-        finished = pieces.pop()
-        message = {"role": "assistant", "content": "".join(pieces), "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finished.reason}
-        usage = self._usage(finished.tokens)
-        await send_json(self._send, 200, {**self._shared, "object": "chat.completion", "choices": [choice],
-                                          "usage": usage})  # fmt: skip
+    def add(self, count: int) -> None:
+        """Adds answers.
 
-    async def stream(self, events: AsyncIterator[Any]) -> None:
-        """Sends the answer piece by piece, as server-sent events."""
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store")]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._chunk({"role": "assistant", "content": ""})
-        try:
-            async for event in events:
-                if isinstance(event, str):
-                    await self._chunk({"content": event})
-                    continue
-                await self._chunk({}, event.reason)
-                if self._with_usage:
-                    await self._event({**self._head(), "choices": [], "usage": self._usage(event.tokens)})
-        except ApiError as error:  # the status is sent already
-            await self._event(error.document())
-        await self._write(b"data: [DONE]\n\n")
-        await self._send({"type": "http.response.body", "body": b""})
+        Raises:
+            ApiError: with status 429 if too many wait then.
+        """
+        running, pending = self._app.running, self._app.pending
+        if running + pending + count > self._app.limits.total:
+            problem = f"{running} answers are generated and {pending - self._count} wait; try again"
+            raise ApiError(429, problem, code="rate_limit_exceeded", headers={"retry-after": "1"})
+        self._change(count)
 
-    def _head(self) -> dict[str, Any]:
-        return {**self._shared, "object": "chat.completion.chunk"}
+    def take(self) -> None:
+        """Takes the turn of an answer, if its request still waits."""
+        self._change(-min(1, self._count))
 
-    def _usage(self, tokens: int) -> dict[str, int]:
-        total = self._prompt_tokens + tokens
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": tokens, "total_tokens": total}
+    def close(self) -> None:
+        """Takes away those that still wait."""
+        self._change(-self._count)
 
-    async def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> None:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
-        await self._event({**self._head(), "choices": [choice], **({"usage": None} if self._with_usage else {})})
-
-    async def _event(self, document: dict[str, Any]) -> None:
-        await self._write(b"data: " + json.dumps(document, ensure_ascii=False).encode() + b"\n\n")
-
-    async def _write(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    def _change(self, count: int) -> None:
+        self._count += count
+        self._app.pending += count
 
 
 class _ClientGone(Exception):

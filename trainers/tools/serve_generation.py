@@ -10,15 +10,16 @@ import secrets
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, TopPLogitsWarper
 
 from trainers.config.mistakes import ConfigError
+from trainers.data.formats import RowError
 from trainers.data.reply_spans import name_message
 from trainers.data.template_probe import missing
+from trainers.tools.answer_format import InTime, PlainParser
 from trainers.tools.chat_models import ContextFull, Models
 from trainers.tools.partial_text import PartialText
 from trainers.tools.serve_requests import ApiError, Sampling
@@ -85,12 +86,27 @@ class ServedModel:
                 raise ApiError(400, problem, name if name == "tools" else "messages")
         variables = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
-            known = [probe.place_role(dict(message)) for message in messages]
+            known = [probe.place_role(self._with_thought(message)) for message in messages]
             text = self.models.text(known, not self._has_template, variables)
             self._refuse_lost(known, text, variables)
-        except ConfigError as error:
+        except (ConfigError, RowError) as error:
             raise ApiError(400, str(error), "messages") from None
         return text
+
+    def _with_thought(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """A message with its thought, if it has one, where the chat template looks for it."""
+        return self.models.for_template(message) if "reasoning_content" in message else dict(message)
+
+    def parser(self, text: str, tools: Sequence[Mapping[str, Any]]) -> InTime | PlainParser:
+        """What takes an answer apart. To be used in the main thread, where its time can be limited.
+
+        Args:
+            text: the text of the conversation.
+            tools: as for `text`; without any, the text of a call is text.
+        """
+        if not self._has_template:
+            return PlainParser()
+        return InTime(self.models.format.parser(text, tools, with_calls=bool(tools)))
 
     @property
     def _has_template(self) -> bool:
@@ -103,7 +119,8 @@ class ServedModel:
             return
         losses = self.models.encoder.probe.left_out(messages, variables)
         _refuse_unread(messages, losses.keys)
-        lost = [*losses.elements, *((index, "content") for index in missing(messages, (), text))]
+        elements = [entry for entry in losses.elements if entry[1] != "thought"]
+        lost = [*elements, *((index, "content") for index in missing(messages, (), text))]
         for index, element in lost:
             where = f"tools[{index}]" if element == "tool" else f"the {element} of {name_message(messages, index)}"
             problem = f"the chat template of this model leaves out {where}; leave it out, or send it in another message"
@@ -186,7 +203,7 @@ class Generation(threading.Thread):
         self._max_tokens = max_tokens
         self._sampling = sampling
         self._on_event = on_event
-        self._streamer = _Streamer(models.tokenizer, models.ends, sampling.stops, on_event)
+        self._streamer = _Streamer(models.decode, models.ends, sampling.stops, on_event)
 
     def stop(self) -> None:
         """Ends the generation after its next token."""
@@ -251,15 +268,18 @@ class _Streamer:
     """Turns tokens into text and events, as `generate` hands them over.
 
     Args:
-        tokenizer: decodes tokens.
+        decode: the text of tokens.
         ends: token ids that end an answer.
         stops: texts before which it ends.
         on_event: called with each event.
     """
 
-    def __init__(self, tokenizer: Any, ends: set[int], stops: Sequence[str], on_event: Callable[[Event], None]):
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], ends: set[int], stops: Sequence[str],
+        on_event: Callable[[Event], None],
+    ):  # fmt: skip
         self.stopped = threading.Event()
-        self._text = PartialText(partial(tokenizer.decode, skip_special_tokens=True))
+        self._text = PartialText(decode)
         self._stops = StopTexts(stops)
         self._ends = ends
         self._on_event = on_event

@@ -18,6 +18,8 @@ from trainers.config.json_schema import parsed_json
 MAX_MESSAGES = 2000
 MAX_PARTS = 1000
 MAX_CALLS = 100
+MAX_ANSWERS = 128
+"""As many as OpenAI takes; a server may take fewer."""
 MAX_STOPS = 4
 """As many as OpenAI takes."""
 _MAX_KEYS = 32
@@ -26,7 +28,7 @@ _MAX_PATH = 100
 """Characters of a field's name in an error."""
 _IGNORED = frozenset({"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 _NEUTRAL: dict[str, Any] = {
-    "n": 1, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0,
+    "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {}, "logprobs": False, "top_logprobs": 0,
     "response_format": {"type": "text"}, "modalities": ["text"], "parallel_tool_calls": True, "store": False,
 }  # fmt: skip
 """Fields that are not supported, with the only value that is taken."""
@@ -132,6 +134,7 @@ class _Message(_Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[_Text], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None
     name: str | None = None
+    reasoning_content: str | None = None
     tool_calls: Annotated[list[_ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
@@ -139,6 +142,8 @@ class _Message(_Part):
     def _check(self) -> _Message:
         if self.tool_calls and self.role != "assistant":
             raise ValueError("only messages of the assistant have tool_calls")
+        if self.reasoning_content is not None and self.role != "assistant":
+            raise ValueError("only messages of the assistant have reasoning_content")
         if self.content is None and not self.tool_calls:
             raise ValueError("has no content")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -153,6 +158,7 @@ class _Message(_Part):
         if self.tool_calls:
             message["tool_calls"] = [call.for_template() for call in self.tool_calls]
         optional = {"name": self.name, "tool_call_id": self.tool_call_id}
+        message |= {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
         return message | {key: value for key, value in optional.items() if value is not None}
 
 
@@ -188,17 +194,19 @@ class ChatRequest(_Part):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     tools: Annotated[list[_Tool], Field(max_length=128, fail_fast=True)] = []
     tool_choice: Literal["auto", "none"] = "auto"
+    n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] = 1
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The texts before which the answer ends."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def sampling(self, ceiling: int) -> Sampling:
-        """How the answer is drawn.
+    def sampling(self, ceiling: int, index: int = 0) -> Sampling:
+        """How an answer is drawn.
 
         Args:
             ceiling: most tokens that the server generates.
+            index: its number; of several with a seed, each next one has the next seed.
 
         Raises:
             ApiError: for more tokens, and for two limits that differ.
@@ -211,7 +219,8 @@ class ChatRequest(_Part):
             name = "max_tokens" if self.max_tokens is not None else "max_completion_tokens"
             problem = f"{name}={tokens}: this server generates {ceiling:,} tokens at most; ask for fewer"
             raise ApiError(400, problem, name, "integer_above_max_value")
-        return Sampling(tokens, self.temperature, self.top_p, self.seed, self.stops)
+        seed = None if self.seed is None else self.seed + index
+        return Sampling(tokens, self.temperature, self.top_p, seed, self.stops)
 
     def conversation(self) -> list[dict[str, Any]]:
         """The messages as chat templates read them."""

@@ -29,6 +29,7 @@ from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.pages.evaluate_parts import run_evaluations
+from ui.pages.run_export import ExportPart, export_part
 from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, remedy_label, unknown_run
 from ui.pages.run_proof import ProofPart, proof_parts
 from ui.parts import alert_list, byte_text, element, loading, section
@@ -91,6 +92,7 @@ class _Page:
         self.diagnoses = Diagnoses(self.curves)
         self.memory = PlannedMemory(self.curves)
         self.proof = ProofPart(lambda request: _run(context, request))
+        self.export = ExportPart(lambda request: _run(context, request))
 
     def lay_out(self) -> None:
         self.head = gr.HTML(loading(), apply_default_css=False)
@@ -109,12 +111,13 @@ class _Page:
         self._lay_out_buttons([name for name in _BUTTONS if name not in _WHILE_LIVE])
         self.message.render()
         self._lay_out_panels()
+        self.export.lay_out_status()
         with gr.Column() as self.body:
             self._lay_out_body()
         self.digest = gr.Textbox(visible=False)
         outputs = [self.head, self.details, self.body, self.message, self.watch, *self.buttons.values(),
                    self.diagnosis, *self.remedies, self.flags, *self.proof.outputs, self.evaluations,
-                   self.digest]  # fmt: skip
+                   *self.export.outputs, self.digest]  # fmt: skip
         gr.on(None, self.refresh, self.digest, outputs, **_QUIET)
         gr.Timer(_POLL_SECONDS).tick(self.refresh, self.digest, outputs, **_QUIET)
         self._connect_buttons()
@@ -195,7 +198,7 @@ class _Page:
             no_remedies = [gr.update(visible=False)] * _MAX_REMEDIES
             gone, no_proof = gr.update(visible=False), [gr.skip()] * len(self.proof.outputs)  # it is in the body
             parts = [unknown_run(error.lines), "", gone, "", gone, *hidden, "", *no_remedies, ""]
-            return [*parts, *no_proof, gr.skip(), ""]
+            return [*parts, *no_proof, gr.skip(), "", gr.update(visible=False), "", ""]
         startable = view["state"] in END_STATES
         changes = remedies_of(diagnoses)[:_MAX_REMEDIES] if startable else []
         cards = diagnosis_cards(diagnoses, view["state"], view["cause"])
@@ -203,12 +206,13 @@ class _Page:
             headline(view, _compared(run, view), bool(diagnoses)), details(view, run_files(run)),
             " ".join(view["actions"]), f"{cards}<!--{startable}-->",
         ]  # fmt: skip
-        parts += [*proof_parts(run), run_evaluations(run, *listed(self.context.runs_dir, run.id))]
+        parts += [*proof_parts(run), run_evaluations(run, *listed(self.context.runs_dir, run.id)), export_part(run)]
         digests = [hashlib.sha256(part.encode()).hexdigest()[:12] for part in parts]
         old_digests = str(digest or "").split(" ")
         old_digests = old_digests if len(old_digests) == len(digests) else [""] * len(digests)
         if old_digests == digests:
-            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + len(self.proof.outputs) + 9)
+            own = len(self.proof.outputs) + len(self.export.outputs)
+            return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + own + 9)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
         buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
         if changed[2] or changed[3]:
@@ -222,7 +226,8 @@ class _Page:
         if changed[3]:
             remedies = [cards, *_remedy_buttons(changes, view["state"]), "\n".join(change.flags for change in changes)]
         proof = self.proof.updates(parts[4:6], changed[4:6])
-        last = [parts[6] if changed[6] else gr.skip(), " ".join(digests)]
+        exported = self.export.updates(parts[7], changed[7])
+        last = [parts[6] if changed[6] else gr.skip(), *exported, " ".join(digests)]
         return [head, details_html, body, message, watch, *buttons, *remedies, *proof, *last]
 
     # -- actions -----------------------------------------------------------------------------------------------------
@@ -235,8 +240,6 @@ class _Page:
             return alert_list(error.lines)
         except CheckBroke as error:
             return alert_list([error.cause, *error.output.strip().splitlines()[-1:]])
-        except actions.ExportFailed as error:
-            return alert_list([f"the export failed: {error}"])
         return alert_list([success], "good") if success else ""
 
     def _connect_buttons(self) -> None:
@@ -386,32 +389,18 @@ class _Page:
     def _export(self) -> None:
         panel, question = self._panel("export")
         with panel:
-            checkpoint = gr.Dropdown([], label="Checkpoint", info="newest first")
-            merged = gr.Checkbox(label="Merge the adapter into the base", value=False)
-            averaged = gr.Checkbox(label="Moving average of the weights", value=False, visible=False)
+            self.export.lay_out_form()
             confirm = self._panel_buttons("export", "Export")
 
         def fill(run: RunFolder) -> list[Any]:
-            names = [checkpoint["name"] for checkpoint in checkpoints(run)]
-            text = element("p", "Writes a folder that transformers or peft can load. This may take minutes.")
-            first = names[0] if names else None
-            average = gr.update(value=False, visible=actions.keeps_average(run))
-            return [section("Export?", text), gr.update(choices=names, value=first), average]
+            text = element("p", "Writes a folder that transformers or peft can load, in the background. It replaces "
+                           "an earlier export of the same kind once it is complete.")  # fmt: skip
+            return [section("Export?", text), *self.export.fill(run)]
 
-        def act(name: str, merge: bool, average: bool, request: gr.Request) -> list[Any]:
-            exports = []
+        def act(checkpoint: Any, merged: Any, averaged: Any, gguf: Any, request: gr.Request) -> list[Any]:
+            message = self._act(lambda run: self.export.start(run, checkpoint, merged, averaged, gguf), "", request)
+            return [message, gr.skip() if message else gr.update(visible=False)]
 
-            def work(run: RunFolder) -> None:
-                if name not in [checkpoint["name"] for checkpoint in checkpoints(run)]:
-                    raise ConfigError(f"checkpoint={str(name)[:60]!r} is not in this run; choose one from the list")
-                exports.append(actions.export(run, name, merge is True, averaged=average is True))
-
-            message = self._act(work, "", request)
-            return [
-                message or alert_list([f"exported to {exports[0].folder}", exports[0].check], "good"),
-                gr.update(visible=False),
-            ]
-
-        checkpoint.preprocess = lambda value: value
-        self._open("export", fill, [question, checkpoint, averaged])
-        confirm.click(act, [checkpoint, merged, averaged], [self.message, panel], api_visibility="private")
+        self._open("export", fill, [question, *self.export.fields])
+        chosen = self.export.fields[:-1]
+        confirm.click(act, chosen, [self.message, panel], api_visibility="private")

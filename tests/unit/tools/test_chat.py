@@ -24,8 +24,8 @@ from trainers.config.options import TrainConfig
 from trainers.data import template
 from trainers.embedded import BASE_DIR
 from trainers.model.load import load_base
+from trainers.tools import answer_format, chat_memory
 from trainers.tools import chat as program
-from trainers.tools import chat_memory
 from trainers.tools.chat import Chat, sampling_options
 from trainers.tools.chat_models import Models
 from trainers.tools.serve import Settings, _concurrent, _load
@@ -254,7 +254,7 @@ def test_a_slow_response_template_ends_the_answer(tmp_path: Path, monkeypatch: p
     fields: dict[str, Any] = {"content": {}, "thinking": {"open_pattern": r"(?:a|aa|aaa)+\d(?=y)", "close": ">>"}}
     folder = make_parrot(tmp_path / "parrot", {"*": "a" * 80})
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    monkeypatch.setattr(program, "_PARSE_SECONDS", 0.5)
+    monkeypatch.setattr(answer_format, "_PARSE_SECONDS", 0.5)
     for pattern in (fields["thinking"]["open_pattern"], "<<"):
         fields["thinking"]["open_pattern"] = pattern
         settings["response_template"] = {"start_anchor": "x", "fields": fields}

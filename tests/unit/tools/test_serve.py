@@ -273,7 +273,7 @@ def test_messages_come_in_each_form_that_clients_send(client: openai.OpenAI) -> 
         ({"temperature": 2.1}, "temperature"), ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 10**30}, "max_tokens"), ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
-        ({"seed": 2**63}, "seed"), ({"seed": "1"}, "seed"), ({"n": 2}, "n"), ({"n": True}, "n"),
+        ({"seed": 2**63}, "seed"), ({"seed": "1"}, "seed"), ({"n": 0}, "n"), ({"n": True}, "n"), ({"n": 4}, "n"),
         ({"tools": {}}, "tools"), ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"), ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"logprobs": True}, "logprobs"), ({"logit_bias": {"5": 1}}, "logit_bias"), ({"functions": []}, "functions"),
@@ -364,7 +364,7 @@ def test_too_many_are_refused_and_those_who_hang_up_stop(endless: Server) -> Non
             return status == 429
 
         wait_for(is_full)
-        assert "2 answers are generated and 1 requests wait" in refused[0]
+        assert "2 answers are generated and 1 wait" in refused[0]
         assert not waiting.done()
         began = time.monotonic()
         stream.close()
