@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from app.launch.progress import progress_display
 from app.launch.restarts import run_to_end
 from app.launch.supervisor import Listener
 from app.launch.worker_node import join_to_end
+from app.runs.machines import remedy_line, resume_line
 from app.runs.runs import last_checkpoint, last_values, metrics, true_state
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import dump_yaml
@@ -401,8 +401,7 @@ def print_summary(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[
         return
     say_diagnoses(run, state, diagnoses)
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
-    machines = " --machine_rank K, on each machine" if state.get("machines") else ""
-    say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}{machines}")
+    say(f"continue with: {resume_line(run, state)}")
 
 
 def say_diagnoses(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[Diagnosis]) -> None:
@@ -416,5 +415,4 @@ def say_diagnoses(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[
         if diagnosis.help:
             say(f"  {diagnosis.help}")
     if any(diagnosis.remedies for diagnosis in diagnoses):
-        verb = "runs clone" if state["state"] == "done" else "resume"
-        say(f"apply a remedy: tunesmith {verb} {shlex.quote(str(run.path))} --apply 1")
+        say(f"apply a remedy: {remedy_line(run, {**(run.read_state() or {}), 'state': state['state']}, 1)}")
