@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import importlib
@@ -52,13 +53,14 @@ MODULES = (
     *("pytest", "benchmarks.gpu", "benchmarks.gpu_memory", "benchmarks.gpu_proof"),
 )
 """Programs that are forked, beside those scripts; a name that ends in a dot stands for all below it."""
+BOUND = str(ROOT / "app/launch/bound_program.py")
 BY_HAND = "BY_HAND"
 """A variable that, when it is set, has everything started as ever."""
 
 
 def program_in(argv: Sequence[str]) -> int | None:
     """Index of the script, or of the `-m` of the module, that a command runs; None unless it is one of ours."""
-    words = [] if isinstance(argv, str | bytes) else [os.fspath(word) for word in argv]
+    words = [] if isinstance(argv, str | bytes) else _unbound([os.fspath(word) for word in argv])
     if words[:1] != [sys.executable] or BY_HAND in os.environ:
         return None
     index = next((number for number, word in enumerate(words) if number and word not in ("-P", "-u")), len(words))
@@ -67,6 +69,11 @@ def program_in(argv: Sequence[str]) -> int | None:
     module = words[index + 1] if words[index : index + 1] == ["-m"] and len(words) > index + 1 else ""
     ours = any(module == name or (name.endswith(".") and module.startswith(name)) for name in MODULES)
     return index if ours else None
+
+
+def _unbound(words: list[str]) -> list[str]:
+    """The command that `app/launch/bound_program.py` becomes, or the command itself."""
+    return words[4:] if words[1:3] == ["-IS", BOUND] else words
 
 
 # -- in a fork ---------------------------------------------------------------------------------------------------------
@@ -95,8 +102,11 @@ def become(request: dict[str, Any], files: Sequence[int], keep: Sequence[int] = 
             os.setsid()
         if request["cwd"]:
             os.chdir(request["cwd"])
-        _as_a_new_process(request["argv"], request["env"])
-        status = _exit_status(functools.partial(_run, request["argv"]))
+        argv = _unbound(request["argv"])
+        _as_a_new_process(argv, request["env"])
+        if argv != request["argv"]:
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG; what is started in a fork has its parent
+        status = _exit_status(functools.partial(_run, argv))
     except BaseException:
         traceback.print_exc()
     finally:

@@ -75,14 +75,16 @@ def say_choices(job: TrainJob) -> None:
 
 
 def launch(
-    job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+    job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None,
+    bound: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Trains a job that has passed the pre-flight check.
 
     Args:
         job: the job.
         display: shows the run; entered once the run folder is written.
         outer: environment to extend; default: this process's.
+        bound: whether the run ends when this process is killed; otherwise it trains on, to its end.
 
     Returns:
         The final state.
@@ -99,7 +101,7 @@ def launch(
             write_folder(job)
             with display as listener:
                 return run_to_end(
-                    job.run, job.devices, env, listener, job.resume_from, config.max_restarts, config.share_gpus
+                    job.run, job.devices, env, listener, job.resume_from, config.max_restarts, config.share_gpus, bound
                 )
         finally:
             if not job.run.state_file.exists():
