@@ -1,0 +1,26 @@
+"""Forked programs stand for those that are started by hand, and are started by hand where they could not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.forked import SCRIPTS, program_in
+from tests.launching import launch_well
+
+
+def test_a_launcher_with_a_space_in_its_command_line_is_started_by_hand() -> None:
+    launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file"]
+    assert program_in([*launcher, "/a/b.yaml", SCRIPTS[0]]) == 2
+    assert program_in([*launcher, "/a b/c.yaml", SCRIPTS[0]]) is None
+    assert program_in([sys.executable, "-m", "app.cli", "runs", "show", "a b"]) == 1
+    assert program_in([sys.executable, SCRIPTS[0], "--config", "/a b/c.yaml"]) == 1
+
+
+@pytest.mark.long
+def test_a_run_in_a_folder_with_a_space_trains(tmp_path: Path) -> None:
+    options = {"preset": "tiny-lora", "max_steps": 2, "global_batch_size": 4, "max_train_samples": 20,
+               "eval_dataset_name": "none"}  # fmt: skip
+    launch_well(tmp_path / "a b", 2, options, XDG_STATE_HOME=str(tmp_path / "state"), CUDA_VISIBLE_DEVICES="")
