@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.test_commands import tunesmith
 from tests.forked import SCRIPTS, program_in
-from tests.launching import launch_well
 
 
 def test_a_launcher_with_a_space_in_its_command_line_is_started_by_hand() -> None:
@@ -21,6 +21,7 @@ def test_a_launcher_with_a_space_in_its_command_line_is_started_by_hand() -> Non
 
 @pytest.mark.long
 def test_a_run_in_a_folder_with_a_space_trains(tmp_path: Path) -> None:
-    options = {"preset": "tiny-lora", "max_steps": 2, "global_batch_size": 4, "max_train_samples": 20,
-               "eval_dataset_name": "none"}  # fmt: skip
-    launch_well(tmp_path / "a b", 2, options, XDG_STATE_HOME=str(tmp_path / "state"), CUDA_VISIBLE_DEVICES="")
+    words = ["tiny-lora", "--strategy", "ddp", "--num_processes", "2", "--max_steps", "2", "--global_batch_size", "4"]
+    words += ["--max_train_samples", "20", "--eval_dataset_name", "none", "--output_dir", "a b"]
+    done = tunesmith("train", *words, cwd=tmp_path, timeout=300)
+    assert done.returncode == 0, done.stderr
