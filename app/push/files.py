@@ -197,10 +197,10 @@ def _name_base(
     files[ADAPTER_CONFIG] = dumped({**adapter, "base_model_name_or_path": public(name)}).encode()
     if hub_id(name):
         return []
-    words = base_in_words(base, config.get("from_run"))
-    first = "push it too, and name it" if words.startswith("the result") else "name it there"
+    title = base_in_words(base, config.get("from_run"))
+    first = "push it too, and name it" if title.startswith("the result") else "name it there"
     return [
-        f"{words} is not on the Hub, so others cannot load this adapter: {first} with --base_model ORG/NAME, or push a "
+        f"{title} is not on the Hub, so others cannot load this adapter: {first} with --base_model ORG/NAME, or push a "
         "merged export (`tunesmith export RUN --merged`)"
     ]
 

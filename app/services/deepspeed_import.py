@@ -7,10 +7,10 @@ learning rate, precision) becomes options; what DeepSpeed reads stays in the JSO
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from app.services.json_leaves import has, leaves
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
 from trainers.config.validation import build
@@ -117,7 +117,7 @@ class _Import:
 
     def __init__(self, content: dict[str, Any]):
         self.left = copy.deepcopy(content)
-        self.order = {path: index for index, (path, _) in enumerate(_leaves(content))}
+        self.order = {path: index for index, (path, _) in enumerate(leaves(content))}
         self.reported: set[str] = set()
         self.result = ImportedStrategy({"compute_environment": "LOCAL_MACHINE", "num_machines": 1})
 
@@ -150,7 +150,7 @@ class _Import:
         if not isinstance(section, dict) or name not in section:
             return None
         value = section.pop(name)
-        for leaf, each in _leaves({path: value}):
+        for leaf, each in leaves({path: value}):
             if leaf in self.order:  # not a section that is empty by now, or a key under its new name
                 self.note(leaf, each, target, note)
         return value
@@ -425,7 +425,7 @@ class _Import:
         self._drop_refused()
         for path, reason in ignored_keys(DeepSpeedJson, self.left):
             self.take(path, OMITTED, reason)
-        remaining = dict(_leaves(self.left.get("zero_optimization", {})))
+        remaining = dict(leaves(self.left.get("zero_optimization", {})))
         only_zero = set(self.left) == {"zero_optimization"}
         if only_zero and set(remaining) <= set(_INLINE) and "nvme" not in map(str, remaining.values()):
             accelerate["deepspeed_config"] = {_INLINE[key]: value for key, value in remaining.items()}
@@ -435,7 +435,7 @@ class _Import:
             result.keys = [replace(moved, target=FILE) if moved.target == JSON else moved for moved in result.keys]
         else:
             accelerate["deepspeed_config"] = {}
-            for path, value in _leaves(self.left):
+            for path, value in leaves(self.left):
                 if path in self.order:
                     self.note(path, value, JSON, "as it is")
         accelerate["deepspeed_config"]["zero3_init_flag"] = False
@@ -481,30 +481,11 @@ class _Import:
                 for mistake in error.mistakes:
                     if mistake.option.endswith("stage") or mistake.option == "optimizer.type":
                         raise
-                    if self.peek(mistake.option) is not None or _has(self.left, mistake.option):
+                    if self.peek(mistake.option) is not None or has(self.left, mistake.option):
                         self.take(mistake.option, OMITTED, f"{mistake.problem}; {mistake.remedy}".lstrip(":, "))
                         removed = True
                 if not removed:
                     raise
-
-
-def _has(content: dict[str, Any], path: str) -> bool:
-    *parents, name = path.split(".")
-    section: Any = content
-    for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
-    return isinstance(section, dict) and name in section
-
-
-def _leaves(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is no section, in order; an empty section counts as a value."""
-    stack: list[tuple[str, Any]] = [(name, value) for name, value in reversed(content.items())]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, dict) and value:
-            stack += [(f"{path}.{name}", each) for name, each in reversed(value.items())]
-        else:
-            yield path, value
 
 
 def _checkable(options: dict[str, Any]) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from app.services.deepspeed_import import (
     OMITTED,
     OPTION,
     ImportedStrategy,
-    _leaves,
     import_deepspeed,
 )
+from app.services.json_leaves import leaves
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.strategy.deepspeed_rules import parse_json
@@ -83,7 +83,7 @@ def imported(content: dict[str, Any], processes: int | None = 4) -> ImportedStra
 def lost(content: dict[str, Any], result: ImportedStrategy) -> Counter[str]:
     """Keys of the file that the result names less or more than once."""
     named = Counter(moved.key for moved in result.keys if not moved.key.endswith(" (absent)"))
-    named.subtract(path for path, _ in _leaves(content))
+    named.subtract(path for path, _ in leaves(content))
     return Counter({path: count for path, count in named.items() if count})
 
 
