@@ -16,6 +16,7 @@ from trainers.strategy.strategy import Machines
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN_SCRIPT = ROOT / "trainers" / "train.py"
+_BOUND = ROOT / "app" / "launch" / "bound_program.py"
 _GPUS = "CUDA_VISIBLE_DEVICES"
 # NVML and `--gpus` number GPUs in PCI order, whereas CUDA by default starts with the fastest.
 _ORDER = "CUDA_DEVICE_ORDER"
@@ -59,6 +60,15 @@ def _new_run_argv(run: RunFolder, num_processes: int, machines: Machines | None)
         network = [*FREE_PORT]
     launcher = [sys.executable, "-P", "-m", "accelerate.commands.launch", "--config_file", str(run.accelerate)]
     return [*launcher, "--num_processes", str(num_processes), *network, str(TRAIN_SCRIPT), "--config", str(run.config)]
+
+
+def bound_argv(argv: Sequence[str]) -> list[str]:
+    """The command of a program that the kernel ends when this process dies, killed or not (Linux only).
+
+    Args:
+        argv: its own command, beginning with the path of a program.
+    """
+    return [sys.executable, "-IS", str(_BOUND), str(os.getpid()), *argv]
 
 
 def command_line(run: RunFolder, devices: Devices) -> str:

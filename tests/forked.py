@@ -7,6 +7,7 @@ parents, process groups, signals, pipes and exit statuses are real. Other progra
 
 What differs from a start by hand, so that each way of launching has a test that does it by hand:
 - what a package reads of the environment while it is imported is the server's,
+- a launcher with a space in its command line is started by hand: a fork has one text as its command line,
 - hash seeds are shared, and a process counts the memory of all that was imported.
 """
 
@@ -46,8 +47,9 @@ IMPORTED = (
     "transformers.models.llama.modeling_llama",
 )
 SCRIPTS = tuple(str(ROOT / name) for name in ("trainers/train.py", "tests/unit/parallel/skipped_step_ranks.py"))
+LAUNCHERS = ("accelerate.commands.launch", "torch.distributed.run")
 MODULES = (
-    *("accelerate.commands.launch", "torch.distributed.run"),
+    *LAUNCHERS,
     *("app.cli", "app.launch.", "trainers.tools.", "trainers.checkpoint.export"),
     *("ui.server", "tests.unit.parallel.tensor_parallel_ranks", "tests.unit.parallel.tensor_parallel_families"),
     *("pytest", "benchmarks.gpu", "benchmarks.gpu_memory", "benchmarks.gpu_proof"),
@@ -68,7 +70,14 @@ def program_in(argv: Sequence[str]) -> int | None:
         return index
     module = words[index + 1] if words[index : index + 1] == ["-m"] and len(words) > index + 1 else ""
     ours = any(module == name or (name.endswith(".") and module.startswith(name)) for name in MODULES)
-    return index if ours else None
+    # A rank reads its launcher's command line, which in a fork is one text: its words are told apart by spaces.
+    is_readable = module not in LAUNCHERS or not any(" " in word for word in words)
+    return index if ours and is_readable else None
+
+
+def _unbound(words: list[str]) -> list[str]:
+    """The command that `app/launch/bound_program.py` becomes, or the command itself."""
+    return words[4:] if words[1:3] == ["-IS", BOUND] else words
 
 
 def _unbound(words: list[str]) -> list[str]:

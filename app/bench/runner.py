@@ -81,7 +81,7 @@ class Runner:
         with spinner(f"{label} {clean(trial.name)} on {where(job)}", self.quiet):
             try:
                 # The launcher and torch leave files in the temporary folder, so use one that is removed.
-                state = launch(job, contextlib.nullcontext(watch), {**os.environ, "TMPDIR": str(folder)})
+                state = launch(job, contextlib.nullcontext(watch), {**os.environ, "TMPDIR": str(folder)}, bound=True)
             finally:
                 unregister(run)
         if watch.interrupted or (state["state"] == "stopped" and not watch.steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from app.command_line import Args, Verb
 from app.commands.data_tables import lengths_text, print_comparison, print_tables
 from app.console import clean, counted, report, report_json, say, show_table
 from app.launch.job import named_preset
-from app.services.data import DataView, close_data, open_data
+from app.services.data import DEFAULT_THRESHOLD, DataView, close_data, open_data, similarity
 from app.services.rpc_client import WorkerDied
 from trainers.config.command_line import option
 from trainers.config.mistakes import Mistake, Mistakes
@@ -22,10 +21,8 @@ from trainers.config.parse import whole_number
 from trainers.run.from_run import resolve_request
 
 DEFAULT_ROWS = 3
-DEFAULT_THRESHOLD = 0.7
 IN_OTHER_DATA = 3
 """Exit code if a row of the training data is in the data of `--against`."""
-LEAST_THRESHOLD = 0.3
 MAX_LANGUAGES = 10**6
 MAX_ROWS = 50
 DATA = Verb(
@@ -113,7 +110,7 @@ def _open_requested(args: Args) -> _Requested:
     mistakes, request, own = Mistakes(), args.request, args.own
     rows = _number(own, "rows", DEFAULT_ROWS, MAX_ROWS, mistakes)
     languages = _number(own, "languages", 0, MAX_LANGUAGES, mistakes)
-    threshold = _threshold(own["near_duplicates"], mistakes) if "near_duplicates" in own else None
+    threshold = similarity(own["near_duplicates"], mistakes) if "near_duplicates" in own else None
     if "against_columns" in own and "against" not in own:
         mistakes.append(Mistake("against_columns", None, "names the columns of no data", "add --against DATA"))
     request.preset = named_preset(args.names, request.preset, mistakes)
@@ -140,18 +137,6 @@ def _number(own: Mapping[str, Any], name: str, default: int, most: int, mistakes
             Mistake(name, repr(text[:40]), f"is not a valid number of {kind}", f"give a number from 0 to {most}")
         )
     return number or 0
-
-
-def _threshold(value: object, mistakes: Mistakes) -> float:
-    text = str(value)
-    try:
-        threshold = float(text) if text.isascii() else math.nan
-    except ValueError:
-        threshold = math.nan
-    if not LEAST_THRESHOLD <= threshold <= 1:
-        remedy = f"give one from {LEAST_THRESHOLD} to 1, such as {DEFAULT_THRESHOLD}"
-        mistakes.append(Mistake("near_duplicates", repr(text[:40]), "is not a valid similarity", remedy))
-    return threshold
 
 
 def _comparison(requested: _Requested, show: Callable[[dict[str, Any]], None]) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ from app.launch.foreground import (
     where,
 )
 from app.launch.job import TrainJob, refuse_unresumable, resume_job, train_job
-from app.runs.machines import join_lines, machines_line, members
+from app.runs.machines import join_lines, machines_line, members, resume_line
 from app.runs.profiles import SHARES, profiles
 from app.runs.runs import (
     end_by_force,
@@ -275,7 +275,7 @@ def show_verb(name: str, plan: bool, runs_dir: Path, as_json: bool) -> int:
         report(f"proof {proof['number']}{', with a known fault' if proof['control'] else ''}: {proof_line(proof)}")
     say_diagnoses(run, document, diagnoses)
     if document["state"] in ("stopped", "failed"):
-        say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}")
+        say(f"continue with: {resume_line(run, state)}")
     return 0
 
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from app.launch.progress import progress_display
 from app.launch.restarts import run_to_end
 from app.launch.supervisor import Listener
 from app.launch.worker_node import join_to_end
+from app.runs.machines import remedy_line, resume_line
 from app.runs.runs import last_checkpoint, last_values, metrics, true_state
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import dump_yaml
@@ -78,14 +78,16 @@ def say_choices(job: TrainJob) -> None:
 
 
 def launch(
-    job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+    job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str] | None = None,
+    bound: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Trains a job that has passed the pre-flight check.
 
     Args:
         job: the job.
         display: shows the run; entered once the run folder is written.
         outer: environment to extend; default: this process's.
+        bound: whether the run ends when this process is killed; otherwise it trains on, to its end.
 
     Returns:
         The final state.
@@ -102,7 +104,7 @@ def launch(
             write_folder(job)
             with display as listener:
                 return run_to_end(
-                    job.run, job.devices, env, listener, job.resume_from, config.max_restarts, config.share_gpus
+                    job.run, job.devices, env, listener, job.resume_from, config.max_restarts, config.share_gpus, bound
                 )
         finally:
             if not job.run.state_file.exists():
@@ -418,8 +420,7 @@ def print_summary(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[
         return
     say_diagnoses(run, state, diagnoses)
     say(f"last checkpoint: {last_checkpoint(run) or 'none'}; log: {run.log}")
-    machines = " --machine_rank K, on each machine" if state.get("machines") else ""
-    say(f"continue with: tunesmith resume {shlex.quote(str(run.path))}{machines}")
+    say(f"continue with: {resume_line(run, state)}")
 
 
 def say_diagnoses(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[Diagnosis]) -> None:
@@ -433,5 +434,4 @@ def say_diagnoses(run: RunFolder, state: Mapping[str, Any], diagnoses: Sequence[
         if diagnosis.help:
             say(f"  {diagnosis.help}")
     if any(diagnosis.remedies for diagnosis in diagnoses):
-        verb = "runs clone" if state["state"] == "done" else "resume"
-        say(f"apply a remedy: tunesmith {verb} {shlex.quote(str(run.path))} --apply 1")
+        say(f"apply a remedy: {remedy_line(run, {**(run.read_state() or {}), 'state': state['state']}, 1)}")

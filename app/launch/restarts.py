@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from app.accelerate_launch import launch_argv
+from app.accelerate_launch import bound_argv, launch_argv
 from app.hardware import Devices, find_gpus
 from app.launch.layouts import Layouts, part_of
 from app.launch.links import Links
@@ -34,6 +34,7 @@ def run_to_end(
     resume_from: str | None = None,
     max_restarts: int = 0,
     share_gpus: bool = False,
+    bound: bool = False,
 ) -> dict[str, Any]:
     """Trains a run whose folder has been written, and publishes how it ended.
 
@@ -48,13 +49,14 @@ def run_to_end(
         resume_from: `auto` or the path of a checkpoint; None to start from the beginning.
         max_restarts: most restarts after crashes; an attempt that would only crash again is not restarted.
         share_gpus: neither wait for the GPUs nor lock them.
+        bound: whether the run ends when this process is killed; otherwise it trains on, to its end.
 
     Returns:
         The final state. No process of the run is alive, and its GPUs are free.
     """
     run.keep()
     with RunSignals() as signals:
-        attempts = _Attempts(run, devices, env, _noting(run, on_event), signals)
+        attempts = _Attempts(run, devices, env, _noting(run, on_event), signals, bound)
         try:
             with attempts.beating():
                 ending = attempts.to_end(share_gpus, resume_from, max_restarts)
@@ -195,9 +197,11 @@ class _Attempts:
     """The launches of one run; see `run_to_end` for the arguments."""
 
     def __init__(
-        self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals
-    ):
+        self, run: RunFolder, devices: Devices, env: Mapping[str, str], on_event: Listener, signals: RunSignals,
+        bound: bool,
+    ):  # fmt: skip
         self.run, self.devices, self.env, self.on_event, self.signals = run, devices, env, on_event, signals
+        self.bound = bound
         self.doing = "waited for its turn"
         self.lost = ""
         """The machines that the last launch has lost, in words."""
@@ -308,6 +312,7 @@ class _Attempts:
             nodes = self.members.for_launch(source)
             others = ", ".join(str(number) for number in range(1, self.members.count))
             self.on_event("note", f"machine 0: waiting up to {nodes.timeout:g} s for the others to join: {others}")
+        argv = bound_argv(argv) if self.bound else argv
         ending = supervise(
             self.run, argv, self.env, self.on_event, self.signals, descriptors=held.descriptors, nodes=nodes
         )

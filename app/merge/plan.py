@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -248,11 +249,13 @@ def _model(name: str, runs_dir: Path) -> NamedModel:
 
 def _distinct(models: Sequence[NamedModel]) -> list[NamedModel]:
     """The models with labels that tell them apart."""
-    labels: dict[str, int] = {}
-    distinct = []
+    own, used, distinct = {model.label for model in models}, set[str](), list[NamedModel]()
     for model in models:
-        labels[model.label] = number = labels.get(model.label, 0) + 1
-        distinct.append(model if number == 1 else replace(model, label=f"{model.label} {number}"))
+        others = (f"{model.label} {number}" for number in count(2))
+        free = (name for name in others if name not in own and name not in used)
+        label = next(free) if model.label in used else model.label
+        used.add(label)
+        distinct.append(replace(model, label=label))
     return distinct
 
 

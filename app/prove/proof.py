@@ -256,7 +256,7 @@ class Proof:
             # Lists of runs skip report folders. Register the run while it is live, so that it can be found and
             # stopped if this process is killed.
             register_outside(job.run, job.run.path)
-            state = launch(job, self._display(job), self.outer)
+            state = launch(job, self._display(job), self.outer, bound=True)
             entry |= {"seconds": round(time.monotonic() - began, 1), "run_dir": str(job.run.path)}
             entry["weights_sha256"] = _weights_digest(job.run)
             if job is self.plan.reference:

@@ -18,7 +18,7 @@ from trainers.run.folder import RunFolder, secrets_in
 from trainers.run.from_run import ADAPTER_CONFIG
 from trainers.run.json_file import load_json
 from trainers.run.lineage import EXPORT_RECORD, FAILED, PASSED, UNCHECKED
-from trainers.run.model_card import dumped, hub_id, public, public_record
+from trainers.run.model_card import base_in_words, dumped, hub_id, public, public_record
 
 CARD = "README.md"
 _AGAIN = "export the run again: `tunesmith export RUN --output DIR`, then `tunesmith push DIR ORG/NAME`"
@@ -189,19 +189,23 @@ def _name_base(
     name = base_model or base
     if base_model:
         config["model_name_or_path"] = base_model
-        files[CARD] = _with_base(files[CARD], base, base_model, adapter is not None)
+        files[CARD] = _with_base(
+            files[CARD], base, base_model, adapter is not None, is_result=config.get("from_run") == base
+        )
     if adapter is None:
         return []
     files[ADAPTER_CONFIG] = dumped({**adapter, "base_model_name_or_path": public(name)}).encode()
     if hub_id(name):
         return []
+    title = base_in_words(base, config.get("from_run"))
+    first = "push it too, and name it" if title.startswith("the result") else "name it there"
     return [
-        f"the base model {public(name)} is not on the Hub, so others cannot load this adapter: name it there with "
-        "--base_model ORG/NAME, or push a merged export (`tunesmith export RUN --merged`)"
+        f"{title} is not on the Hub, so others cannot load this adapter: {first} with --base_model ORG/NAME, or push a "
+        "merged export (`tunesmith export RUN --merged`)"
     ]
 
 
-def _with_base(card: bytes | Path, local: str, base_model: str, is_adapter: bool) -> bytes:
+def _with_base(card: bytes | Path, local: str, base_model: str, is_adapter: bool, is_result: bool) -> bytes:
     """The card with the base model in its metadata, and in its text where the folder on this machine is named."""
     from huggingface_hub import ModelCard
 
@@ -211,13 +215,14 @@ def _with_base(card: bytes | Path, local: str, base_model: str, is_adapter: bool
     relation = "merge" if "merge" in (parsed.data.get("tags") or []) else "finetune"
     parsed.data["base_model_relation"] = "adapter" if is_adapter else relation
     body, name = parsed.text, str(public(local))
+    where = base_in_words(local, local if is_result else None)
     names = {
         f"\n# {name}, fine-tuned\n": f"\n# {base_model.partition('/')[2]}, fine-tuned\n",
         f"\n# {name}, merged\n": f"\n# {base_model.partition('/')[2]}, merged\n",
         f"`{name}` (a folder of the publisher's)": f"`{base_model}`",
         f"--model_name_or_path {shlex.quote(name)} ": f"--model_name_or_path {base_model} ",
         f"\nmodel_name_or_path: {name}\n": f"\nmodel_name_or_path: {base_model}\n",
-        f"where you have the base model, {name}\n": f"where you have the base model, {base_model}\n",
+        f"where you have {where}\n": f"where you have the base model, {base_model}\n",
     }
     for before, after in names.items():
         body = body.replace(before, after)

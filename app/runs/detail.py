@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from app.runs import state as run_state
-from app.runs.machines import join_lines, machines_line, members
+from app.runs.machines import join_lines, machines_line, members, resume_line
 from app.runs.metrics import Curves
 from app.runs.profiles import profiles
 from app.runs.runs import gpu_ids, strategy_name, sweep_of, true_state, world_size
@@ -212,6 +212,5 @@ def next_step(run: RunFolder, state: View, saved: list[View], position: int | No
         return f"Chat with the model: tunesmith chat {name}"
     if status in LIVE_STATES:
         return ""
-    resume = f"tunesmith resume {name}"
     origin = f"from step {saved[0]['step']}" if saved else "from the start, as no checkpoint was saved"
-    return f"To continue {origin}: {resume}"
+    return f"To continue {origin}: {resume_line(run, state)}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from app.runs.scheduled import submission
 from trainers.run.folder import LIVE_STATES, RunFolder, read_json
 
 MOST_MACHINES = 128
@@ -51,6 +52,31 @@ def join_lines(run: RunFolder, state: Mapping[str, Any]) -> list[str]:
     """`join_line` for each machine but 0; empty for a single machine."""
     counts = machine_counts(state)
     return [join_line(run, machine, counts[1]) for machine in range(1, counts[0])] if counts else []
+
+
+def resume_line(run: RunFolder, state: Mapping[str, Any]) -> str:
+    """The command that resumes a run; of several machines that were started by hand, also where to give it."""
+    command = shlex.join(["tunesmith", "resume", str(run.path)])
+    return f"{command} --machine_rank K, on each machine" if _by_hand(run, state) else command
+
+
+def remedy_line(run: RunFolder, state: Mapping[str, Any], number: int) -> str:
+    """The command that applies a remedy to a run, or to a copy of it if it is done.
+
+    Of several machines, machine 0 applies it and writes the config that the others then read.
+    """
+    verb, target = (["runs", "clone"], "DIR") if state.get("state") == "done" else (["resume"], str(run.path))
+    command = shlex.join(["tunesmith", *verb, str(run.path), "--apply", str(number)])
+    if not _by_hand(run, state):
+        return command
+    own_folder = " --output_dir DIR" if target == "DIR" else ""
+    others = f"then `{shlex.join(['tunesmith', 'resume', target])} --machine_rank K` on each other machine"
+    return f"`{command}{own_folder} --machine_rank 0` on machine 0, {others}"
+
+
+def _by_hand(run: RunFolder, state: Mapping[str, Any]) -> bool:
+    """Whether a run is on several machines, each of which takes a command; a scheduler numbers them itself."""
+    return machine_counts(state) is not None and submission(run) is None
 
 
 def members(run: RunFolder, state: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
 import time
@@ -42,6 +43,8 @@ FIELDS = (
 """Options that the Data page shows."""
 AUTO_COUNT_BYTES = 32 << 20
 """Data sets up to this many bytes are counted automatically."""
+DEFAULT_THRESHOLD, LEAST_THRESHOLD = 0.7, 0.3
+"""Similarity from which rows count as alike, unless another is named, and the least; see `trainers.data.near`."""
 _MAX_RUNNING_JOBS = 4
 _MAX_JOBS = 32
 
@@ -130,7 +133,7 @@ class DataView:
             WorkerDied: when the process that reads them ends.
         """
         key = statistics_key(self.config)
-        counted = any(name.startswith(key) and job.state == "done" for name, job in list(_jobs.items()))
+        counted = any(name.startswith(key) and job.statistics for name, job in list(_jobs.items()))
         if not counted and self.rows(0, 1)["bytes"] > AUTO_COUNT_BYTES:
             raise ConfigError("batch rows are only known once the whole data set is counted; start the statistics")
         return self._request({"ask": "packed", "index": index})
@@ -230,6 +233,20 @@ def _run_config(run_id: str, runs_dir: Path) -> Path:
     return run_of_id(run_id, runs_dir).config
 
 
+def similarity(value: object, mistakes: Mistakes) -> float:
+    """The similarity from which rows count as alike; adds a mistake and returns NaN if it is none."""
+    text = str(value).strip()
+    try:
+        threshold = float(text) if text.isascii() else math.nan
+    except ValueError:
+        threshold = math.nan
+    if not LEAST_THRESHOLD <= threshold <= 1:
+        remedy = f"give one from {LEAST_THRESHOLD} to 1, such as {DEFAULT_THRESHOLD}"
+        mistakes.append(Mistake("near_duplicates", repr(text[:40]), "is not a valid similarity", remedy))
+        return math.nan
+    return threshold
+
+
 def row_number(value: object) -> int:
     """Parses a row number from a page or a script.
 
@@ -242,29 +259,31 @@ def row_number(value: object) -> int:
     return int(text)
 
 
-# -- statistics, which continue when a page is closed ----------------------------------------------------------------
+# -- statistics and comparisons, which continue when a page is closed -------------------------------------------------
 
 
 @dataclass
-class StatisticsJob:
-    """A count in progress, or its result.
+class DataJob:
+    """A count or a comparison in progress, or its result.
 
     Args:
-        state: `waiting` for another count, `running`, `done`, `failed` or `cancelled`.
+        state: `waiting` for another one, `running`, `done`, `failed` or `cancelled`.
         progress: `what`, rows `done` and `total` rows (0 while unknown).
         statistics: the result; see `trainers.tools.data_preview.Preview.statistics`.
+        comparison: the result of a comparison; see `trainers.tools.data_compare.compare`.
         mistakes: lines that say why it failed.
-        cancel_requested: set by `cancel_statistics`.
+        cancel_requested: set by `cancel_job`.
     """
 
     state: Literal["waiting", "running", "done", "failed", "cancelled"] = "waiting"
     progress: dict[str, Any] = field(default_factory=dict)
     statistics: dict[str, Any] | None = None
+    comparison: dict[str, Any] | None = None
     mistakes: list[str] = field(default_factory=list)
     cancel_requested: bool = False
 
 
-_jobs: OrderedDict[str, StatisticsJob] = OrderedDict()
+_jobs: OrderedDict[str, DataJob] = OrderedDict()
 _jobs_lock = threading.Lock()
 # Results by `_data_key`; a few bytes per counted data set.
 _rows: dict[str, int] = {}
@@ -284,34 +303,58 @@ def start_statistics(config: TrainConfig, languages: int = 0) -> str:
         languages: number of documents whose language is told; 0 leaves languages out.
 
     Returns:
-        The key for `statistics_job`.
+        The key for `data_job`.
 
     Raises:
-        ConfigError: when too many counts are running.
+        ConfigError: when too many are running.
     """
     config = absolute_paths(config)
-    key, values = statistics_key(config) + (f"-{languages}" if languages else ""), config.model_dump()
+    key = statistics_key(config) + (f"-{languages}" if languages else "")
+    return _start(key, config, {"ask": "statistics", "languages": languages})
+
+
+def start_comparison(config: TrainConfig, threshold: float, against: TrainConfig | None = None) -> str:
+    """Looks for near-duplicates in the background, or joins a running search for the same; see `DataView.comparison`.
+
+    Args:
+        config: validated.
+        threshold: similarity from which rows count as alike.
+        against: a config whose evaluation data are other data to compare with; None without any.
+
+    Returns:
+        The key for `data_job`.
+
+    Raises:
+        ConfigError: when too many are running.
+    """
+    config, other = absolute_paths(config), None if against is None else absolute_paths(against)
+    key = f"{statistics_key(config)}-{threshold}-{statistics_key(other) if other else ''}"
+    request = {"ask": "comparison", "threshold": threshold, "near": True, "against": other and other.model_dump()}
+    return _start(key, config, request)
+
+
+def _start(key: str, config: TrainConfig, request: dict[str, Any]) -> str:
     with _jobs_lock:
         live = [name for name, job in _jobs.items() if job.state in ("waiting", "running")]
         if key in live:
             return key
         if len(live) >= _MAX_RUNNING_JOBS:
-            raise ConfigError(f"{len(live)} data sets are being counted; wait, or cancel one")
-        job = _jobs[key] = StatisticsJob()
+            raise ConfigError(f"{len(live)} data sets are being counted or compared; wait, or cancel one")
+        job = _jobs[key] = DataJob()
         _jobs.move_to_end(key)
         for old in [name for name in _jobs if name not in live][: max(0, len(_jobs) - _MAX_JOBS)]:
             del _jobs[old]
-    threading.Thread(target=_count, args=(job, values, languages), daemon=True).start()
+    threading.Thread(target=_work, args=(job, config.model_dump(), request), daemon=True).start()
     return key
 
 
-def statistics_job(key: str) -> StatisticsJob | None:
-    """The count for a key; None if there is none, or no longer."""
+def data_job(key: str) -> DataJob | None:
+    """The count or comparison for a key; None if there is none, or no longer."""
     return _jobs.get(key)
 
 
-def cancel_statistics(key: str) -> None:
-    """Stops a count; does nothing when it is over."""
+def cancel_job(key: str) -> None:
+    """Stops a count or a comparison; does nothing when it is over."""
     job = _jobs.get(key)
     if job:
         job.cancel_requested = True
@@ -362,21 +405,22 @@ def _data_key(values: Mapping[str, Any]) -> str | None:
     return json.dumps(deciding, sort_keys=True)
 
 
-def _count(job: StatisticsJob, values: dict[str, Any], languages: int) -> None:
+def _work(job: DataJob, values: dict[str, Any], request: dict[str, Any]) -> None:
     key = _data_key(values)
     try:
         worker = _counts.get()
-        for document in worker.ask({"ask": "statistics", "config": values, "languages": languages}):
+        for document in worker.ask({**request, "config": values}):
             if job.state == "waiting":
                 job.state = "running"
             if job.cancel_requested:
                 worker.cancel()
             job.progress = document.get("progress", job.progress)
             job.statistics = document.get("statistics", job.statistics)
+            job.comparison = document.get("comparison", job.comparison)
             if document.get("cancelled"):
                 job.state = "cancelled"
-        if job.state == "running" and job.statistics:
-            if key:
+        if job.state == "running" and (job.statistics or job.comparison):
+            if key and job.statistics:
                 _rows[key] = int(job.statistics["epoch_rows"])
                 _notes[key] = list(job.statistics["notes"])
             job.state = "done"

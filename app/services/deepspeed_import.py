@@ -7,10 +7,10 @@ learning rate, precision) becomes options; what DeepSpeed reads stays in the JSO
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from app.services.json_leaves import has, leaves
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
 from trainers.config.validation import build
@@ -27,6 +27,7 @@ _DEFAULT = "DeepSpeed's default, which this file relied on"
 
 _SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 _ADAM = {"lr": "learning_rate", "eps": "adam_epsilon", "weight_decay": "weight_decay"}
+_LION = {"lr": "learning_rate", "weight_decay": "weight_decay"}
 _ADAM_DEFAULTS = (
     ("lr", "learning_rate", 1e-3),
     ("betas", "adam_beta1", 0.9),
@@ -34,14 +35,21 @@ _ADAM_DEFAULTS = (
     ("eps", "adam_epsilon", 1e-8),
     ("weight_decay", "weight_decay", 0.0),
 )
-_LION_RATE = 1e-4
-"""The default of DeepSpeed's Lion."""
+_LION_DEFAULTS = (
+    ("lr", "learning_rate", 1e-3),
+    ("betas", "lion_beta1", 0.9),
+    ("betas", "lion_beta2", 0.999),
+    ("weight_decay", "weight_decay", 0.0),
+)
 _MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 _SECTIONS = (
     *("optimizer", "optimizer.params", "scheduler", "scheduler.params", "fp16", "bf16", "torch_autocast"),
     *("activation_checkpointing", "tensor_parallel", *_MONITORS),
     *("zero_optimization.offload_optimizer", "zero_optimization.offload_param"),
 )
+_OLD_OFFLOAD = {
+    "cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param", "cpu_offload_params": "offload_param",
+}  # fmt: skip
 _INLINE = {
     "stage": "zero_stage",
     "offload_optimizer.device": "offload_optimizer_device",
@@ -109,7 +117,7 @@ class _Import:
 
     def __init__(self, content: dict[str, Any]):
         self.left = copy.deepcopy(content)
-        self.order = {path: index for index, (path, _) in enumerate(_leaves(content))}
+        self.order = {path: index for index, (path, _) in enumerate(leaves(content))}
         self.reported: set[str] = set()
         self.result = ImportedStrategy({"compute_environment": "LOCAL_MACHINE", "num_machines": 1})
 
@@ -142,7 +150,7 @@ class _Import:
         if not isinstance(section, dict) or name not in section:
             return None
         value = section.pop(name)
-        for leaf, each in _leaves({path: value}):
+        for leaf, each in leaves({path: value}):
             if leaf in self.order:  # not a section that is empty by now, or a key under its new name
                 self.note(leaf, each, target, note)
         return value
@@ -276,20 +284,28 @@ class _Import:
             return
         name = str(kind).lower()
         params = self._params("optimizer")
-        if name not in ("adam", "adamw", *ONE_BIT):  # Lion stays in the JSON; the schema refuses the others by name
-            for key, option in (("lr", "learning_rate"), ("weight_decay", "weight_decay")):
+        by_schedule = "warmup_max_lr" in self._params("scheduler")
+        if name not in ("adam", "adamw", *ONE_BIT):
+            offloads = self._offloads()  # by DeepSpeed's own Lion, which has to stay in the JSON
+            is_option = name == "lion" and not offloads
+            for key, option in _LION.items():
                 self.option(f"optimizer.params.{key}", option)
-            if "lr" not in params:
-                self._default("optimizer.params", "learning_rate", _LION_RATE)
-            return
+            for key, option, default in _LION_DEFAULTS:
+                if key not in params and (key == "lr" or is_option) and not (key == "lr" and by_schedule):
+                    self._default("optimizer.params", option, default)
+            if is_option:
+                self._betas(params.get("betas"), "lion")
+                self.take("optimizer.params", OMITTED, "no argument of Lion here")
+                self.take("optimizer", OPTION, "optim: the script's own Lion")
+                self.result.options["optim"] = "lion"
+            return  # the schema refuses the others by name
         if name == "adam" and params.get("adam_w_mode") is False:
             problem = ": Adam with L2 is another optimizer"
             remedy = 'write "type": "AdamW", or remove adam_w_mode'
             raise ConfigError.about("optimizer.params.adam_w_mode", False, problem, remedy)
         for key, option in _ADAM.items():
             self.option(f"optimizer.params.{key}", option)
-        self._betas(params.get("betas"))
-        by_schedule = "warmup_max_lr" in self._params("scheduler")
+        self._betas(params.get("betas"), "adam")
         for key, option, default in _ADAM_DEFAULTS:
             if key not in params and not (key == "lr" and by_schedule):
                 self._default("optimizer.params", option, default)
@@ -299,15 +315,23 @@ class _Import:
         self.take("optimizer", OPTION, f"optim: {was}the script's own AdamW{less}")
         self.result.options["optim"] = "adamw"
 
-    def _betas(self, betas: Any) -> None:
+    def _offloads(self) -> bool:
+        """Whether weights or optimizer states rest outside the device, also by the keys of older versions."""
+        zero = self.peek("zero_optimization")
+        sections = [self.peek(f"zero_optimization.{name}.device") for name in ("offload_optimizer", "offload_param")]
+        old = isinstance(zero, dict) and any(zero.get(name) is True for name in _OLD_OFFLOAD)
+        return old or any(device not in (None, "none") for device in sections)
+
+    def _betas(self, betas: Any, optimizer: str) -> None:
         path = "optimizer.params.betas"
         if betas is None or betas == AUTO:
             self.take(path, OMITTED, _DECIDED)
             return
         if not isinstance(betas, list) or len(betas) != 2:
             raise ConfigError.about(path, repr(betas)[:80], "is not a pair", "write two numbers")
-        self.take(path, OPTION, "adam_beta1, adam_beta2")
-        self.result.options |= {"adam_beta1": betas[0], "adam_beta2": betas[1]}
+        names = f"{optimizer}_beta1", f"{optimizer}_beta2"
+        self.take(path, OPTION, ", ".join(names))
+        self.result.options |= dict(zip(names, betas, strict=True))
 
     def _scheduler(self) -> None:
         kind = self.peek("scheduler.type")
@@ -401,7 +425,7 @@ class _Import:
         self._drop_refused()
         for path, reason in ignored_keys(DeepSpeedJson, self.left):
             self.take(path, OMITTED, reason)
-        remaining = dict(_leaves(self.left.get("zero_optimization", {})))
+        remaining = dict(leaves(self.left.get("zero_optimization", {})))
         only_zero = set(self.left) == {"zero_optimization"}
         if only_zero and set(remaining) <= set(_INLINE) and "nvme" not in map(str, remaining.values()):
             accelerate["deepspeed_config"] = {_INLINE[key]: value for key, value in remaining.items()}
@@ -411,7 +435,7 @@ class _Import:
             result.keys = [replace(moved, target=FILE) if moved.target == JSON else moved for moved in result.keys]
         else:
             accelerate["deepspeed_config"] = {}
-            for path, value in _leaves(self.left):
+            for path, value in leaves(self.left):
                 if path in self.order:
                     self.note(path, value, JSON, "as it is")
         accelerate["deepspeed_config"]["zero3_init_flag"] = False
@@ -427,9 +451,7 @@ class _Import:
             return {}
         if not isinstance(zero, dict):
             raise ConfigError.about("zero_optimization", repr(zero)[:80], "is not a section", "write {...}")
-        old = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
-               "cpu_offload_params": "offload_param"}  # fmt: skip
-        for name, section in old.items():
+        for name, section in _OLD_OFFLOAD.items():
             if self.take(f"zero_optimization.{name}", JSON, f"{section}.device, its present name") is True:
                 zero.setdefault(section, {"device": "cpu"})
         for section in ("offload_optimizer", "offload_param"):
@@ -457,32 +479,13 @@ class _Import:
             except ConfigError as error:
                 removed = False
                 for mistake in error.mistakes:
-                    if mistake.option.endswith("stage"):
+                    if mistake.option.endswith("stage") or mistake.option == "optimizer.type":
                         raise
-                    if self.peek(mistake.option) is not None or _has(self.left, mistake.option):
+                    if self.peek(mistake.option) is not None or has(self.left, mistake.option):
                         self.take(mistake.option, OMITTED, f"{mistake.problem}; {mistake.remedy}".lstrip(":, "))
                         removed = True
                 if not removed:
                     raise
-
-
-def _has(content: dict[str, Any], path: str) -> bool:
-    *parents, name = path.split(".")
-    section: Any = content
-    for parent in parents:
-        section = section.get(parent) if isinstance(section, dict) else None
-    return isinstance(section, dict) and name in section
-
-
-def _leaves(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of everything that is no section, in order; an empty section counts as a value."""
-    stack: list[tuple[str, Any]] = [(name, value) for name, value in reversed(content.items())]
-    while stack:
-        path, value = stack.pop()
-        if isinstance(value, dict) and value:
-            stack += [(f"{path}.{name}", each) for name, each in reversed(value.items())]
-        else:
-            yield path, value
 
 
 def _checkable(options: dict[str, Any]) -> dict[str, Any]:

@@ -215,7 +215,8 @@ def preview(
         allowed = {name: text for name, text in launch.items() if name not in refused_fields}
         if machines is not None:
             filled = {name: value for name, value in machines.items() if value is not None}
-            allowed |= machine_options(_texts(filled, mistakes), allowed, mistakes)
+            runs_dir = Path(texts.get("runs_dir") or "runs")
+            allowed |= machine_options(_texts(filled, mistakes), allowed, mistakes, runs_dir)
         request, options = Request(preset, options=dict(accepted)), None
         if slurm is None:
             job = job_of(request, allowed, mistakes, None, joined_by_folder=machines is not None)

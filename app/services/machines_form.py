@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from app.console import shortened
 from app.hardware import find_gpus
 from app.launch.network import interfaces, is_loopback, is_own
-from app.runs.machines import MOST_MACHINES
-from trainers.config.mistakes import Mistake
+from app.runs.machines import MOST_MACHINES, machine_counts
+from app.runs.runs import list_runs, true_state
+from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import MACHINE_OPTIONS
 from trainers.config.parse import whole_number
+from trainers.config.yaml_file import read_yaml
+from trainers.run.folder import LIVE_STATES
 from trainers.strategy.strategy import Machines
 
 SHARED = "shared_folder"
@@ -35,9 +40,25 @@ def own_addresses() -> list[tuple[str, str]]:
     return [pair for pair in pairs if not is_loopback(pair[1])] or pairs
 
 
-def free_port(first: int = _FIRST_PORT) -> int:
-    """The first port from `first` on that nothing on this machine listens on; `first` if there is none."""
-    return next((port for port in range(first, min(first + 100, 65536)) if port_problem(port) is None), first)
+def free_port(first: int = _FIRST_PORT, reserved: Collection[int] = ()) -> int:
+    """The first port from `first` on that nothing on this machine listens on and that is not reserved, else `first`."""
+    ports = (port for port in range(first, min(first + 100, 65536)) if port not in reserved)
+    return next((port for port in ports if port_problem(port) is None), first)
+
+
+def reserved_ports(runs_dir: Path) -> dict[int, str]:
+    """The ports of runs on several machines that have not ended, and their ids; one that waits does not listen yet.
+
+    Args:
+        runs_dir: folder of run folders.
+    """
+    ports = dict[int, str]()
+    for run in list_runs(runs_dir):
+        state = run.read_state() or {}
+        if state.get("state") in LIVE_STATES and machine_counts(state) and true_state(run)["state"] in LIVE_STATES:
+            with suppress(ConfigError):
+                ports[int(read_yaml(run.accelerate).get("main_process_port") or 0)] = run.id
+    return ports
 
 
 def port_problem(port: int) -> str | None:
@@ -52,21 +73,29 @@ def port_problem(port: int) -> str | None:
     return None
 
 
-def machines_texts() -> dict[str, str]:
-    """The texts that the fields start with."""
+def machines_texts(runs_dir: Path) -> dict[str, str]:
+    """The texts that the fields start with.
+
+    Args:
+        runs_dir: folder of run folders.
+    """
     addresses = own_addresses()
     address = addresses[0][1] if addresses else ""
-    return {"num_machines": "2", "main_process_ip": address, "main_process_port": str(free_port()),
-            "min_machines": "", SHARED: "yes"}  # fmt: skip
+    port = str(free_port(reserved=reserved_ports(runs_dir)))
+    return {"num_machines": "2", "main_process_ip": address, "main_process_port": port, "min_machines": "",
+            SHARED: "yes"}  # fmt: skip
 
 
-def machine_options(texts: Mapping[str, str], launch: Mapping[str, str], mistakes: list[Mistake]) -> dict[str, str]:
+def machine_options(
+    texts: Mapping[str, str], launch: Mapping[str, str], mistakes: list[Mistake], runs_dir: Path
+) -> dict[str, str]:
     """The options of `tunesmith train` that start machine 0 of several here.
 
     Args:
         texts: text by field out of `MACHINES_FIELDS`.
         launch: the other options of the launch; its processes are those of each machine.
         mistakes: mistakes found so far; those are added that only the machine itself can find.
+        runs_dir: folder of run folders.
     """
     values = {name: texts.get(name, "").strip() for name in MACHINES_FIELDS}
     if values.pop(SHARED) != "yes":
@@ -90,8 +119,12 @@ def machine_options(texts: Mapping[str, str], launch: Mapping[str, str], mistake
             Mistake("main_process_ip", repr(shortened(host)), "is no address of this machine", f"use {known}")
         )
         return {}
-    if port is not None and (why := port_problem(port)):
-        problem, remedy = f"cannot be opened on this machine: {why}", f"use another, such as {free_port()}"
+    reserved = reserved_ports(runs_dir)
+    why = f"is that of run {reserved[port]}, which has not ended" if port in reserved else ""
+    if not why and port is not None and (cause := port_problem(port)):
+        why = f"cannot be opened on this machine: {cause}"
+    if why:
+        problem, remedy = why, f"use another, such as {free_port(reserved=reserved)}"
         mistakes.append(Mistake("main_process_port", port, problem, remedy))
         return {}
     processes = launch.get("num_processes", "")

@@ -139,6 +139,37 @@ def test_a_count_is_cancelled(new_page: Tabs, server: Served) -> None:
     expect(page.locator("#data-statistics")).to_contain_text("Stopped before the end")
 
 
+@pytest.mark.parametrize(("size", "scheme"), SHAPES)
+def test_near_duplicates_and_rows_of_other_data_are_listed(
+    new_page: Tabs, server: Served, size: str, scheme: str
+) -> None:
+    text = "the quick brown fox jumps over the lazy dog while a patient cat is watching from the old wall " + HOSTILE
+    data = a_file(server, "near.jsonl", [chat(text, f"because of reason {number}") for number in range(3)])
+    other = a_file(server, "other.jsonl", [chat(text, "because of reason 1"), chat("another question", "an answer")])
+    page = new_page("/data", size, scheme)
+    fill(page, "dataset_name", str(data))
+    found = page.locator("#data-comparison")
+    expect(found).to_contain_text("Not looked for yet")
+    page.locator("#data-threshold input, #data-threshold textarea").first.fill("2")
+    page.locator("#data-compare").click()
+    expect(found).to_contain_text("near_duplicates='2' is not a valid similarity; give one from 0.3 to 1, such as 0.7")
+    page.locator("#data-threshold input, #data-threshold textarea").first.fill("0.6")
+    page.locator("#data-against input, #data-against textarea").first.fill("/etc/passwd")
+    page.locator("#data-compare").click()
+    expect(found).to_contain_text("outside the allowed folders")
+    page.locator("#data-against input, #data-against textarea").first.fill(str(other))
+    page.locator("#data-compare").click()
+    expect(found).to_contain_text("0 of 3 rows say the same as an earlier one and 2 almost the same")
+    expect(found).to_contain_text("3 rows that are almost the same, such as")
+    expect(found).to_contain_text("1 the same, 2 almost) of the training data, and 1 of 2 rows")
+    expect(page.locator("#data-compare-cancel")).to_be_hidden()
+    assert page.locator("#data-comparison img, #data-comparison script").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
+    found.scroll_into_view_if_needed()
+    screenshot(page, f"data-near-{size}-{scheme}")
+    axe(page)
+
+
 def test_an_upload_is_shown(new_page: Tabs, server: Served, tmp_path: Path) -> None:
     data = tmp_path / "mine.jsonl"
     data.write_text(chat("what?", "this") + "\n", encoding="utf-8")

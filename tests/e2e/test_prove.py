@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import forked
@@ -108,6 +109,23 @@ def test_ctrl_c_reports_what_was_done(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report" / "report.json").read_text()) == document
     assert not run.checkpoints.exists()
     assert alive(run) == []
+
+
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_its_ranks_end_when_it_is_killed(tmp_path: Path, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if by_hand:
+        monkeypatch.setenv(forked.BY_HAND, "1")
+    words = ["prove", *SMALL, "--strategies", "ddp", "--steps", "100000", "--output_dir", "report"]
+    env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path / "state"))
+    program = forked.Popen([*TUNESMITH, *words], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
+    run = RunFolder(tmp_path / "report" / "reference")
+    wait_for(lambda: steps_of(run) >= 2)
+    processes = {process.role: process.pid for process in run.processes()}
+    assert {"launcher", "rank"} <= processes.keys()
+    assert all(map(psutil.pid_exists, processes.values()))
+    program.kill()
+    program.communicate(timeout=60)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in processes.values()), seconds=60)
 
 
 def test_prove_imports_no_torch() -> None:

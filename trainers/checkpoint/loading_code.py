@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainers.checkpoint.export_check import BASE
 from trainers.config.options import TrainConfig
 from trainers.model.load import compute_dtype
-from trainers.run.model_card import hub_id, public
+from trainers.run.model_card import base_in_words, hub_id, starts_from_result
 
 
 def loading_code(config: TrainConfig, kind: str) -> str:
@@ -27,6 +27,9 @@ def loading_code(config: TrainConfig, kind: str) -> str:
         ]
         more = f", dtype={dtype}, quantization_config=base"
     if config.rope_scaling == "none":
+        if starts_from_result(config):
+            where = base_in_words(config.model_name_or_path, config.from_run)
+            lines.append(f"# Needs {where} where adapter_config.json names it; a merged export needs no base.")
         lines.append(f"model = AutoPeftModelForCausalLM.from_pretrained(folder{more})  # from peft")
     else:
         where = _base(config)
@@ -80,4 +83,6 @@ def _base(config: TrainConfig) -> str:
 def _about_base(config: TrainConfig) -> list[str]:
     """What a local base is called, where its reader has to say where it is."""
     name = config.model_name_or_path
-    return [] if hub_id(name) else [f"# base_folder: where you have the base model, {public(name)}"]
+    if hub_id(name):
+        return []
+    return [f"# base_folder: where you have {base_in_words(name, config.from_run)}"]

@@ -231,6 +231,8 @@ class Encoder:
 
     def _in_form(self, message: Message) -> Message:
         """The message in the form that the template takes."""
+        if "reasoning_content" in message:  # GPT-OSS's name for it, which transformers before 5.23 does not fill
+            message = {"thinking": message["reasoning_content"], **message}
         if self._takes_parts:
             message = {**message, "content": [{"type": "text", "text": message["content"]}]}
         if message.get("tool_calls") and self._takes_json_arguments:

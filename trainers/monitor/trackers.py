@@ -58,6 +58,10 @@ _FOLDERS = {
 """Of trackers with files of their own: where in the run folder, unless one of these variables says where."""
 
 
+Steps = dict[str, int]
+"""The last step by the name of a number."""
+
+
 class _TooLong(BaseException):
     """A tracker does not answer. No `Exception`, as libraries catch those and try again."""
 
@@ -80,9 +84,10 @@ class Trackers:
         self._first_step = 0 if resumed_at is None else resumed_at + 1  # at step 0, an evaluation may be logged
         self._limit = _limit(config)
         self._trackers: list[GeneralTracker] = []
-        self._logged: dict[str, dict[str, int]] = {}
-        ids = _known_ids(run)
+        self._logged: dict[str, Steps] = {}
+        self._ids = ids = _known_ids(run)
         known = frozenset(ids)
+        self._given_up = _given_up(run) if known else {}
         logged = _logged_steps(run) if known else {}
         for name in config.report_to:
             tracker: Any = None
@@ -97,11 +102,14 @@ class Trackers:
                       "it, and metrics.jsonl has every row", flush=True)  # fmt: skip
                 with suppress(Exception, SystemExit, _TooLong), _within(self._limit):
                     tracker.finish()
+                if name in known:
+                    self._given_up.setdefault(name, logged)  # it lacks what this attempt logs
                 continue
             self._trackers.append(tracker)
-            self._logged[name] = logged if name in known and _keeps_both(tracker) else {}
+            received = self._given_up.pop(name, logged)
+            self._logged[name] = _stored(tracker, received) if name in known and _keeps_both(tracker) else {}
         if ids and config.report_to:
-            write_json(run.trackers, {"run": run.id, "ids": ids})
+            self._write()
 
     def log(self, numbers: dict[str, float], step: int) -> None:
         """Passes the numbers of a step on, except to a tracker that has them from an earlier attempt."""
@@ -110,6 +118,7 @@ class Trackers:
             logged = self._logged[tracker.name]
             if new := {name: value for name, value in numbers.items() if step > logged.get(name, -1)}:
                 tracker.log(new, step=step)
+                logged.update(dict.fromkeys(new, step))
 
         self._each(log)
 
@@ -170,6 +179,14 @@ class Trackers:
                 text = f"gets no more rows ({self._summary(error)}); metrics.jsonl has all of them"
                 print(f"warning: {tracker.name} {text}", flush=True)
                 self._trackers.remove(tracker)
+                self._given_up[tracker.name] = self._logged[tracker.name]
+                with suppress(OSError):
+                    self._write()
+
+    def _write(self) -> None:
+        """Notes the ids for later attempts, and how far the trackers are that were given up."""
+        given_up = {"given_up": self._given_up} if self._given_up else {}
+        write_json(self._run.trackers, {"run": self._run.id, "ids": self._ids, **given_up})
 
     def _summary(self, error: BaseException) -> str:
         if isinstance(error, _TooLong):
@@ -192,6 +209,14 @@ def _known_ids(run: RunFolder) -> dict[str, str]:
     return {name: value for name, value in pairs if isinstance(value, str) and (is_own or name == "tensorboard")}
 
 
+def _given_up(run: RunFolder) -> dict[str, Steps]:
+    """Of each tracker that was given up and has not started since, the last step of each number that it received."""
+    known = (read_json(run.trackers) or {}).get("given_up")
+    pairs = known.items() if isinstance(known, dict) else ()
+    return {name: {number: step for number, step in steps.items() if type(step) is int}
+            for name, steps in pairs if isinstance(steps, dict)}  # fmt: skip
+
+
 def _settings(config: TrainConfig) -> dict[str, int | float | str]:
     """The options as numbers and texts, as trackers refuse lists and mappings."""
     settings = config.model_dump(exclude_none=True)
@@ -210,6 +235,13 @@ def _keeps_both(tracker: Any) -> bool:
     return tracker.name in ("trackio", "mlflow")
 
 
+def _stored(tracker: Any, received: Steps) -> Steps:
+    """Of the steps that a tracker received, those that it has: a kill loses what Trackio has not written yet."""
+    following = getattr(tracker.tracker, "_next_step", None) if tracker.name == "trackio" else None
+    most = following - 1 if isinstance(following, int) else None
+    return {name: step if most is None else min(step, most) for name, step in received.items()}
+
+
 def _id_of(tracker: Any) -> str:
     """What finds the tracked run again."""
     match tracker.name:
@@ -225,9 +257,9 @@ def _id_of(tracker: Any) -> str:
             return tracker.tracker.id
 
 
-def _logged_steps(run: RunFolder) -> dict[str, int]:
+def _logged_steps(run: RunFolder) -> Steps:
     """The last step of each number in the rows of earlier attempts."""
-    steps: dict[str, int] = {}
+    steps: Steps = {}
     with suppress(OSError), run.metrics.open("rb") as lines:
         for line in lines:
             with suppress(ValueError, TypeError, KeyError, RecursionError):  # the last line of a killed run may be cut

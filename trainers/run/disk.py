@@ -75,7 +75,7 @@ def layer_of(name: str) -> int | None:
     numbers = [
         int(part)
         for before, part in pairwise(name.split("."))
-        if before in ("layers", "h", "blocks") and part.isdigit()
+        if before in ("layers", "layer", "h", "blocks") and part.isdigit()
     ]
     return numbers[0] if numbers else None
 

@@ -21,7 +21,7 @@ import yaml
 
 from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError
-from trainers.config.mix import read_mix
+from trainers.config.mix import Mix, read_mix
 from trainers.config.objective_file import short_name
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.remote_data import is_url
@@ -54,6 +54,7 @@ class History:
         sizes: Sizes of the mesh above 1, such as `{"tp": 2}`.
         base: Digest of the frozen base weights; empty if there are none.
         revision: Commit of a base model on the Hub; empty if unknown.
+        data: Fingerprint of the training data, as it was read and tokenized; empty if unknown.
         versions: Of the packages that trained them.
         before, after: Metrics of the evaluation data before the first step, and of these weights.
         mix: Path of the run's copy of its mix of data; empty without one.
@@ -68,6 +69,7 @@ class History:
     sizes: Mapping[str, int] = field(default_factory=dict)
     base: str = ""
     revision: str = ""
+    data: str = ""
     versions: Mapping[str, str] = field(default_factory=versions)
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
@@ -101,6 +103,7 @@ def history_of(run: RunFolder, manifest: Mapping[str, Any], averaged: bool = Fal
         manifest["world"],
         sizes,
         manifest["base"],
+        data=manifest["data_fingerprint"],
         versions=manifest["versions"],
         before=before if first_data == data else {},
         after=after,
@@ -237,6 +240,20 @@ def starts_from_result(config: TrainConfig) -> bool:
     return bool(config.from_run) and config.from_run == config.model_name_or_path
 
 
+def base_in_words(name: str, from_run: str | None) -> str:
+    """The base model for those who have to find it: by its name, or as the result of the run that exported it.
+
+    Args:
+        name: `model_name_or_path` of a config.
+        from_run: Its option of that name.
+    """
+    if not from_run or from_run != name:
+        return f"the base model {public(name)}"
+    path = PurePath(name)
+    is_export = path.name == "model" or path.name.startswith("export-")
+    return f"the result of {path.parent.name if is_export else path.name}"
+
+
 def first_base(config: TrainConfig, history: History) -> str:
     """The base model of the first stage, or of the only one."""
     stages = history.stages
@@ -277,10 +294,35 @@ def data_names(config: TrainConfig, history: History) -> list[str]:
     """Names and paths of the training data: those of a mix's sources, as the run copied it, if it can be read."""
     if config.mix is None:
         return [config.training_data]
+    mix = _mix(config, history)
+    return [config.mix] if mix is None else [source.dataset_name for source in mix.sources]
+
+
+def _mix(config: TrainConfig, history: History) -> Mix | None:
+    """The mix of training data as the run copied it; None without one, or if it cannot be read."""
+    if config.mix is None:
+        return None
     try:
-        return [source.dataset_name for source in read_mix(history.mix or config.mix).sources]
+        return read_mix(history.mix or config.mix)
     except ConfigError:
-        return [config.mix]
+        return None
+
+
+def _sources(mix: Mix | None) -> str:
+    """The sources of a mix as a table."""
+    if mix is None:
+        return ""
+    lines = ["## Data", "", "| source | data | weight | first rows | trained |", "|---|---|---|---|---|"]
+    for source in mix.sources:
+        split = f", split {source.dataset_split}" if source.dataset_split else ""
+        name, data = _cell(source.label), _cell(f"{public(source.dataset_name)}{split}")
+        limit, loss = source.limit or "all", source.loss or "as the options say"
+        lines.append(f"| {name} | {data} | {source.weight:g} | {limit} | {loss} |")
+    ends = {
+        "first_exhausted": "An epoch ends before the first source would repeat a row.",
+        "all_exhausted": "An epoch ends once every source was read in full; smaller ones repeat.",
+    }
+    return "\n".join([*lines, "", ends[mix.stopping_strategy]])
 
 
 def card_title(config: TrainConfig, history: History) -> str:
@@ -321,6 +363,7 @@ def model_card(
         f"{short_name(config.objective)}`, method `{config.method}`) on {data}.",
         _order(history.stages),
         f"```python\n{code}\n```",
+        _sources(_mix(config, history)),
         "## Results\n\n" + _results(results, history),
         checked[:1].upper() + checked[1:],
         gguf,
@@ -424,6 +467,7 @@ def _environment(history: History) -> str:
     facts = [f"strategy {history.strategy}{sizes}"] if history.strategy else []
     facts += [f"processes {history.processes}"] if history.processes else []
     facts += [f"digest of the base weights {history.base}"] if history.base else []
+    facts += [f"fingerprint of the training data {history.data}"] if history.data else []
     facts += [f"{name} {number}" for name, number in history.versions.items()]
     return "## Environment\n\n" + "\n".join(f"- {fact}" for fact in facts)
 

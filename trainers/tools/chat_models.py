@@ -133,11 +133,9 @@ class Models:
         if any("invalid" in call for call in message.get("tool_calls", ())):  # as it was written
             return {"role": "assistant", "content": message.get("raw") or read["content"]}
         probe = self.encoder.probe
-        if message.get("reasoning_content") and not probe.writes_thoughts:
-            if probe.mentions("thinking"):  # GPT-OSS
-                return {**read, "thinking": message["reasoning_content"]}
-            if not probe.thinks_in_content:  # it knows no thoughts: what was generated is what such a reply looks like
-                return {**read, "content": message.get("raw") or read["content"]}
+        if message.get("reasoning_content") and not (probe.writes_thoughts or probe.thinks_in_content):
+            # It knows no thoughts: what was generated is what such a reply looks like.
+            return {**read, "content": message.get("raw") or read["content"]}
         return probe.place_thought(read, "keep")
 
     def tokens(self, text: str, plain: bool) -> list[int]:

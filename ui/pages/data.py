@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,31 @@ from gradio.context import Context
 
 from app.services.data import (
     AUTO_COUNT_BYTES,
+    DEFAULT_THRESHOLD,
     FIELDS,
-    cancel_statistics,
+    LEAST_THRESHOLD,
+    cancel_job,
     data_config,
+    data_job,
     open_data,
     row_number,
+    similarity,
+    start_comparison,
     start_statistics,
-    statistics_job,
 )
 from app.services.draft import read_draft, with_data, write_draft
+from app.services.fields import as_texts
 from app.services.form import Choices
 from app.services.rpc_client import WorkerDied
 from app.services.starting_values import starting_values
 from app.services.uploads import EXTENSIONS, store_upload
 from trainers.config.fields import text_of
-from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mistakes import ConfigError, Mistake, Mistakes
 from trainers.config.options import TrainConfig
 from trainers.config.presets import find_preset, preset_names
 from ui.context import ServerContext
-from ui.pages.data_parts import mistakes_panel, packed_panel, rows_panel, statistics_panel
-from ui.pages.train_parts import by_name, component, component_value
+from ui.pages.data_parts import comparison_panel, mistakes_panel, packed_panel, rows_panel, statistics_panel
+from ui.pages.train_parts import PLAIN, by_name, component, component_value
 from ui.parts import Html, alert_list, note, run_link, title
 
 FIRST_PRESET = "tiny-lora"
@@ -113,7 +118,32 @@ class _Page:
                 self.statistics = gr.HTML(
                     statistics_panel(None), elem_id="data-statistics", padding=False, apply_default_css=False
                 )
+                self._lay_out_comparison()
         self.timer = gr.Timer(1.0, active=False)
+
+    def _lay_out_comparison(self) -> None:
+        gr.HTML("<h2>Near-duplicates</h2>", padding=False, apply_default_css=False)
+        with gr.Row(elem_classes=["ts-fields"]):
+            common: dict[str, Any] = {"max_lines": 1, "html_attributes": PLAIN, "elem_classes": ["ts-field"],
+                                      "interactive": True, "min_width": 190}  # fmt: skip
+            self.threshold = gr.Textbox(
+                str(DEFAULT_THRESHOLD), label="Alike from", elem_id="data-threshold", **common,
+                info=f"{LEAST_THRESHOLD} to 1: the share of runs of three words that both rows must have.",
+            )  # fmt: skip
+            self.against = gr.Textbox(
+                "", label="Other data", elem_id="data-against", placeholder="none", **common,
+                info="A file or Hub id, such as a benchmark: which rows are in it?",
+            )  # fmt: skip
+        with gr.Row():
+            self.compare = gr.Button("Find near-duplicates", elem_id="data-compare", size="md", min_width=190, scale=0)
+            self.stop_comparing = gr.Button(
+                "Stop comparing", elem_id="data-compare-cancel", size="md", min_width=150, scale=0, visible=False
+            )
+        self.comparison = gr.HTML(
+            comparison_panel(None), elem_id="data-comparison", padding=False, apply_default_css=False
+        )
+        self.compared = gr.Textbox("", visible=False, label="comparison")
+        self.compare_timer = gr.Timer(1.0, active=False)
 
     def _lay_out_rows(self) -> None:
         gr.HTML("<h2>Rows</h2>", padding=False, apply_default_css=False)
@@ -145,7 +175,12 @@ class _Page:
         self.previous.click(self.show_page(-1), paging, row_outputs, **_LISTENER)
         self.next.click(self.show_page(1), paging, row_outputs, **_LISTENER)
         self.count.click(self.count_everything, [self.languages, *form], count_outputs, **_QUICK)
-        self.cancel.click(cancel_statistics, self.key, None, **_QUICK)
+        self.cancel.click(cancel_job, self.key, None, **_QUICK)
+        following = [self.comparison, self.compare_timer, self.stop_comparing]
+        self.compare.click(self.start_comparing, [self.threshold, self.against, *form], [self.compared, *following],
+                           **_QUICK)  # fmt: skip
+        self.stop_comparing.click(cancel_job, self.compared, None, **_QUICK)
+        self.compare_timer.tick(self.look_at_comparison, self.compared, following, **_QUICK)
         self.timer.tick(self.tick, self.key, [self.statistics, self.timer, self.cancel], **_QUICK)
         self.preset.input(self.switch_preset, self.preset, form_outputs, **_QUICK).then(
             self.update_draft, [self.draft, *form], self.draft, js=_WITH_DRAFT, **_QUICK
@@ -166,8 +201,8 @@ class _Page:
 
     # -- events ------------------------------------------------------------------------------------------------------
 
-    def _config(self, run: str, preset: str, raw: Sequence[Any]) -> TrainConfig:
-        values = {field.name: value for field, value in zip(self.fields, raw, strict=True)}
+    def _config(self, run: str, preset: str, raw: Sequence[Any], more: Mapping[str, Any] | None = None) -> TrainConfig:
+        values = {field.name: value for field, value in zip(self.fields, raw, strict=True)} | dict(more or {})
         base = None if run else preset or None
         return data_config(
             values, base, run or None, self.context.runs_dir, self.context.roots, self.context.remote_code
@@ -218,12 +253,32 @@ class _Page:
             key = start_statistics(self._config(run, preset, raw), languages)
         except ConfigError as error:
             return [mistakes_panel(error.mistakes), "", statistics_panel(None), *_counting(False)]
-        return [gr.skip(), key, statistics_panel(statistics_job(key)), *_counting(True)]
+        return [gr.skip(), key, statistics_panel(data_job(key)), *_counting(True)]
 
     def tick(self, key: str) -> list[Any]:
         """Updates the count; stops the timer when it is over."""
-        job = statistics_job(key)
+        job = data_job(key)
         return [statistics_panel(job), *_counting(job is not None and job.state in ("waiting", "running"))]
+
+    def start_comparing(self, threshold: object, against: object, run: str, preset: str, *raw: Any) -> list[Any]:
+        """Starts the search for near-duplicates, or joins a running one."""
+        try:
+            mistakes = Mistakes()
+            value, other = similarity(threshold, mistakes), None
+            mistakes.refuse()
+            config, name = self._config(run, preset, raw), as_texts({"eval_dataset_name": against})["eval_dataset_name"]
+            if name.strip():
+                other = self._config(run, preset, raw, {"eval_dataset_name": name.strip(), "eval_share": "0"})
+                other = other.model_copy(update={"max_eval_samples": None})
+            key = start_comparison(config, value, other)
+        except ConfigError as error:
+            return ["", alert_list(error.lines), *_counting(False)]
+        return [key, comparison_panel(data_job(key)), *_counting(True)]
+
+    def look_at_comparison(self, key: str) -> list[Any]:
+        """Updates the search; stops the timer when it is over."""
+        job = data_job(key)
+        return [comparison_panel(job), *_counting(job is not None and job.state in ("waiting", "running"))]
 
     def _fill(self, run: str, preset: str, source: Html, texts: dict[str, str], auto_show: bool = False) -> list[Any]:
         options = [gr.update(value=component_value(field, texts[field.name])) for field in self.fields]

@@ -10,12 +10,13 @@ from app.commands.data import summary_lines
 from app.commands.data_tables import (
     LANGUAGE_HEADERS,
     SOURCE_HEADERS,
+    comparison_lines,
     language_rows,
     languages_text,
     lengths_text,
     source_rows,
 )
-from app.services.data import StatisticsJob
+from app.services.data import DataJob
 from app.services.form import Preview, by_field
 from trainers.config.mistakes import Mistake
 from ui.parts import Html, alert_list, data_table, element, join, key_values, meter, note, percent_text, section
@@ -118,20 +119,40 @@ def packed_panel(row: dict[str, Any]) -> Html:
     return join([legend(), isolation, element("article", join(parts), class_="ts-row")])
 
 
-def statistics_panel(job: StatisticsJob | None) -> Html:
+def statistics_panel(job: DataJob | None) -> Html:
     """A count: its progress, its result, or why it failed."""
     if job is None:
         return note("Not counted yet. Count everything tells how many tokens are trained, how long the documents are, "
                     "and which rows are bad.")  # fmt: skip
+    return _numbers(job.statistics) if job.statistics else _unfinished(job, "Count everything")
+
+
+def comparison_panel(job: DataJob | None) -> Html:
+    """A search for near-duplicates: its progress, its result, or why it failed."""
+    if job is None:
+        return note("Not looked for yet. Find near-duplicates compares every row with every other, with the evaluation "
+                    "data, and with other data if you name some.")  # fmt: skip
+    if job.comparison is None:
+        return _unfinished(job, "Find near-duplicates")
+    parts, lines = [], comparison_lines(job.comparison)
+    for number, start in enumerate(starts := [index + 1 for index, line in enumerate(lines) if not line]):
+        sentence, *rows = lines[start : starts[number + 1] - 1 if number + 1 < len(starts) else None]
+        parts.append(note(f"{sentence[:1].upper()}{sentence[1:]}."))
+        if rows:
+            listed = "\n".join(row.removeprefix("  ") for row in rows)
+            parts.append(element("div", listed, class_="ts-document", tabindex=0, role="group", aria_label="Such rows"))
+    return element("div", join(parts), class_="ts-comparison")
+
+
+def _unfinished(job: DataJob, button: str) -> Html:
+    """Why there is no result yet; `button` starts again."""
     if job.state == "waiting":
-        return note("Waiting for another count, or for the counting process to start…")
+        return note("Waiting for another data set to be done, or for the process that reads it to start…")
     if job.state == "running":
         return _progress(job.progress)
     if job.state == "cancelled":
-        return note("Stopped before the end. Count everything starts again.")
-    if job.statistics is None:
-        return alert_list(job.mistakes)
-    return _numbers(job.statistics)
+        return note(f"Stopped before the end. {button} starts again.")
+    return alert_list(job.mistakes)
 
 
 def _progress(progress: dict[str, Any]) -> Html:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -17,7 +17,7 @@ from app.eval.plan import ANSWER_TOKENS, BASE
 from app.eval.view import entry, listed, result
 from app.hardware import CPU_PROCESSES
 from app.runs.runs import run_of_id
-from app.runs.safe_read import read_span
+from app.runs.safe_read import Stamp, read_span, stamp
 from app.services.chat import weights_of
 from app.services.choices import gpu_choices, strategy_choices
 from app.services.uploads import EXTENSIONS, store_upload
@@ -263,5 +263,11 @@ def evaluation_parts(folder: EvaluationFolder) -> list[str]:
     state = entry(folder)
     flags = ["stop"] if state["state"] == "running" else []
     flags += ["download"] if state["has_report"] else []
-    report: Sequence[Any] = report_parts(state, result(folder))
-    return [headline(state), "", str(report), files_part(state, folder.end_of_output()), " ".join(flags)]
+    report = _report(folder.report, stamp(folder.report), state["has_report"])
+    return [headline(state), "", report, files_part(state, folder.end_of_output()), " ".join(flags)]
+
+
+@functools.lru_cache(maxsize=8)
+def _report(path: Path, version: Stamp | None, has_report: bool) -> str:
+    """A report as a page shows it; it may have a thousand rows, and each open page asks once a second."""
+    return str(report_parts(has_report, result(EvaluationFolder(path.parent))))

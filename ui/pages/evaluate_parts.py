@@ -135,9 +135,9 @@ def headline(entry: dict[str, Any]) -> Html:
     return element("div", join(parts), class_="ts-evaluation-head")
 
 
-def report_parts(entry: dict[str, Any], view: dict[str, Any]) -> Html:
+def report_parts(has_report: bool, view: dict[str, Any]) -> Html:
     """The report: what it shows, all numbers, losses by source, changed answers, and notes."""
-    if not entry["has_report"]:
+    if not has_report:
         return Html("")
     return join(
         [

@@ -153,7 +153,7 @@ class _Form:
         with gr.Row(elem_classes=["ts-fields"]):
             self._add_fields(by_name(STEP_FIELDS["method"]), first)
         self._lay_out_strategy()
-        self.where = DevicesPart(self.gpus, default_gpus(FIRST_PRESET, self.gpus))
+        self.where = DevicesPart(self.gpus, default_gpus(FIRST_PRESET, self.gpus), self.context.runs_dir)
         self.devices = self.where.devices
         _heading("7. Settings")
         self.curve = gr.HTML(rate_curve(None), elem_id="train-curve", apply_default_css=False)

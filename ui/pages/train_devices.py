@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -32,10 +33,11 @@ class DevicesPart:
     Args:
         gpus: the GPUs of this machine.
         default: those that are ticked.
+        runs_dir: folder of run folders.
     """
 
-    def __init__(self, gpus: Sequence[GpuChoice], default: DefaultGpus):
-        self.offered = slurm_offered()
+    def __init__(self, gpus: Sequence[GpuChoice], default: DefaultGpus, runs_dir: Path):
+        self.offered, self.runs_dir = slurm_offered(), runs_dir
         gr.HTML(element("h2", "6. Where to train"), apply_default_css=False)
         choices = [("This machine", LOCAL), ("Several machines", MACHINES), *([("SLURM", SLURM)] * self.offered)]
         self.target = gr.Radio(
@@ -55,7 +57,7 @@ class DevicesPart:
         with gr.Column(visible=False, elem_id="train-machines") as self.machines_column:
             gr.HTML(note(_SEVERAL))
             with gr.Row(elem_classes=["ts-fields"]):
-                self.machines = _machines_fields()
+                self.machines = _machines_fields(runs_dir)
         with gr.Column(visible=False, elem_id="train-slurm") as self.job_column:
             gr.HTML(note("The nodes must see the run folder, the data and this Python under the same paths."))
             with gr.Row(elem_classes=["ts-fields"]):
@@ -73,7 +75,7 @@ class DevicesPart:
         """The values of `inputs`, with the site's defaults for those that a draft does not have."""
         offered = (MACHINES, SLURM) if self.offered else (MACHINES,)
         target = texts["on"] if texts.get("on") in offered else LOCAL
-        filled = {**slurm_texts(), **machines_texts(), **texts}
+        filled = {**slurm_texts(), **machines_texts(self.runs_dir), **texts}
         return [target, *(filled[name] for name in JOB_NAMES[1:])]
 
     @property
@@ -105,9 +107,9 @@ class DevicesPart:
         return gr.update(visible=not resumed, value=LOCAL)
 
 
-def _machines_fields() -> list[gr.components.Component]:
+def _machines_fields(runs_dir: Path) -> list[gr.components.Component]:
     """The fields of several machines, in the order of `MACHINES_FIELDS`."""
-    start, fields = machines_texts(), list[gr.components.Component]()
+    start, fields = machines_texts(runs_dir), list[gr.components.Component]()
     for name, (label, help) in MACHINES_FIELDS.items():
         common: dict[str, Any] = {"value": start[name], "label": label, "info": help, "elem_id": f"opt-{name}",
                                   "elem_classes": ["ts-field"], "interactive": True, "min_width": 190}  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from transformers.utils import chat_template_utils
 
 from tests.unit.data.test_masks import load, refused
 from tests.unit.data.test_support import PLAIN, chat
@@ -177,3 +178,17 @@ def test_a_template_whose_prompt_opens_a_thought_that_it_strips_is_refused_witho
     assert "thoughts=drop" not in done.detail
     expected = "opens a thought that it does not write" if options else "leaves out the thought of message 2"
     assert expected in done.detail
+
+
+def test_a_template_that_reads_thinking_gets_the_thought_whatever_transformers_does(tmp_path, monkeypatch):
+    """GPT-OSS's; transformers fills that field since 5.23."""
+    template = WRITING.replace("reasoning_content", "thinking")
+    row = chat("a", "yes")
+    row["messages"][1]["reasoning_content"] = "hmm"
+    monkeypatch.setattr(chat_template_utils, "_alias_reasoning_fields", lambda messages: messages, raising=False)
+    encoder = thinking_encoder(tmp_path / "thinking", template=template)
+    assert encoder.probe.writes_thoughts
+    assert trained_text(encoder, row) == "(hmm)yes<|im_end|>"
+    other = thinking_encoder(tmp_path / "other", template=WRITING.replace("reasoning_content", "pondering"))
+    assert not other.probe.writes_thoughts
+    assert "leaves out the thought" in trained_text(other, row)

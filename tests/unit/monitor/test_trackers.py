@@ -176,6 +176,50 @@ def test_a_later_attempt_goes_on_in_the_same_tracked_run_with_each_value_once(tm
         assert [step for step, numbers in service.rows if "loss" in numbers] == [4, 5, 6, 7]
 
 
+@pytest.mark.parametrize("name", ["mlflow", "trackio"])
+def test_one_that_was_given_up_gets_what_it_lacks_from_a_later_attempt(tmp_path: Path, name: str) -> None:
+    """Once: the attempt after that one leaves out again what is logged."""
+    run, rows = RunFolder(tmp_path / "out"), list[dict[str, Any]]()
+
+    def attempt(service: Service, first: int, last: int) -> list[int]:
+        trackers = started(tmp_path, service, resumed_at=first - 1 if first else None)
+        for step in range(first, last):
+            trackers.log({"loss": 1.0}, step)
+            rows.append({"step": step, "loss": 1.0})
+        run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return [step for step, _ in service.rows]
+
+    assert attempt(Service(name, lives=3), 0, 8) == [0, 1, 2]
+    assert attempt(Service(name, fails=OSError("gone")), 3, 9) == []
+    assert attempt(Service(name), 5, 10) == [5, 6, 7, 8, 9]
+    assert attempt(Service(name), 7, 12) == [10, 11]
+
+
+def test_what_trackio_had_not_stored_when_it_was_killed_is_sent_again(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"step": step, "loss": 1.0}) + "\n" for step in range(1, 8))
+    started(tmp_path, Service("trackio"))
+    RunFolder(tmp_path / "out").metrics.write_text(rows)
+
+    class Stored(Service):
+        def start(self) -> None:
+            self.tracker._next_step = 5
+
+    service = Stored("trackio")
+    trackers = started(tmp_path, service, resumed_at=3)
+    for step in range(4, 9):
+        trackers.log({"loss": 1.0}, step)
+    assert [step for step, _ in service.rows] == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("damage", [3, {"mlflow": 3}, {"mlflow": {"loss": "x", "lr": None}}, {"other": {"loss": 2}}])
+def test_a_damaged_note_of_what_was_given_up_ends_nothing(tmp_path: Path, damage: Any) -> None:
+    started(tmp_path, Service("mlflow"))
+    run, service = RunFolder(tmp_path / "out"), Service("mlflow")
+    write_json(run.trackers, {**(read_json(run.trackers) or {}), "given_up": damage})
+    started(tmp_path, service, resumed_at=3).log({"loss": 1.0}, 4)
+    assert service.rows == [(4, {"loss": 1.0})]
+
+
 def test_another_folder_is_another_tracked_run(tmp_path: Path) -> None:
     first, other = Service("trackio"), Service("trackio")
     started(tmp_path / "a", first)

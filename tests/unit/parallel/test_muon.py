@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers import BertConfig, GPT2Config, RobertaConfig
 
 from tests.parity.runs import config
 from tests.steps import steps
@@ -15,6 +18,7 @@ from trainers.parallel.muon import Muon, held_elements, is_hidden_matrix, orthog
 from trainers.parallel.optimizer import empty_state, parameter_groups
 from trainers.parallel.ranks import Ranks
 from trainers.parallel.shards import WEIGHT, Shard
+from trainers.run.disk import layer_of
 from trainers.tools.peak_memory import PeakMemoryMode
 
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -155,3 +159,24 @@ def test_a_scaler_skips_a_step_that_is_not_finite(finite: bool) -> None:
     expected = trained(alone(plain), plain, range(1)) if finite else drawn((24, 16))
     assert torch.equal(weight.detach(), expected)
     assert bool(optimizer.state[weight]) is finite
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "outside"),
+    [
+        ("BertLMHeadModel", BertConfig, {"embeddings", "cls"}),
+        ("RobertaForCausalLM", RobertaConfig, {"embeddings", "lm_head"}),
+        ("GPT2LMHeadModel", GPT2Config, {"wte", "wpe"}),
+    ],
+)
+def test_the_matrices_of_layers_are_known_by_the_names_of_each_family(
+    kind: str, config: Any, outside: set[str]
+) -> None:
+    """BERT's kin say `encoder.layer.0`."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = getattr(transformers, kind)(config(**sizes, vocab_size=40, max_position_embeddings=24))
+    matrices = {name for name, weight in model.named_parameters() if weight.dim() == 2}
+    hidden = {name for name in matrices if is_hidden_matrix(name, (2, 2))}
+    others = {name for name in matrices if outside & set(name.split("."))}
+    assert (hidden, len(others) >= 2) == (matrices - others, True)
+    assert {layer_of(name) for name in hidden} == {0, 1}

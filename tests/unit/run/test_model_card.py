@@ -15,6 +15,7 @@ from app.command_line import TRAIN
 from tests.made_runs import add_sealed_checkpoint, made_run
 from tests.parity.runs import mostly_long
 from tests.unit.run.test_from_run import finished, resolved
+from trainers.checkpoint.loading_code import loading_code
 from trainers.config.options import TrainConfig
 from trainers.config.parse import Request
 from trainers.config.presets import preset_names
@@ -195,6 +196,22 @@ def test_the_commit_is_named_rather_than_a_branch() -> None:
     assert "`org/base` at revision `main`, fine-tuned" in card(branch).text
 
 
+def test_a_card_lists_the_sources_of_a_mix_with_their_weights(tmp_path: Path) -> None:
+    sources = [{"dataset_name": "org/rows", "weight": 3, "dataset_split": "train"},
+               {"dataset_name": str(tmp_path / "a|b.jsonl"), "weight": 0.5, "limit": 20, "loss": "all"}]  # fmt: skip
+    write_json(tmp_path / "mix.yaml", {"sources": sources, "stopping_strategy": "all_exhausted"})
+    mixed = config(dataset_name=None, mix=str(tmp_path / "mix.yaml"))
+    text = model_card(mixed, "full", {}, "", History(data="f1ng3r"))
+    assert "| rows | org/rows, split train | 3 | all | as the options say |" in text
+    assert r"| a-b | a\|b.jsonl | 0.5 | 20 | all |" in text
+    assert "smaller ones repeat." in text
+    assert "- fingerprint of the training data f1ng3r" in text
+    assert str(tmp_path) not in text
+    (tmp_path / "mix.yaml").unlink()
+    for other in (mixed, config()):
+        assert "## Data" not in model_card(other, "full", {}, "", History())
+
+
 def test_the_sources_are_those_of_the_run_s_own_copy_of_the_mix(tmp_path: Path) -> None:
     write_json(tmp_path / "mix.yaml", {"sources": [{"dataset_name": "org/new"}]})
     write_json(tmp_path / "copy.yaml", {"sources": [{"dataset_name": "org/old"}]})
@@ -231,3 +248,17 @@ def test_after_another_run_the_command_names_that_run(method: str, tmp_path: Pat
         assert "weights of the result of `first`, which began with `org/base`, fine-tuned" in parsed.text
         assert parsed.data.base_model == "org/base"
         assert card(wanted, "adapter", History(stages)).data.base_model is None, "it is on other weights"
+
+
+@pytest.mark.parametrize("result", ["runs/first/model", "runs/first/export-merged", "exported/first"])
+def test_an_adapter_on_the_result_of_a_run_names_that_run_and_not_the_base_before_it(
+    tmp_path: Path, result: str
+) -> None:
+    folder = str(tmp_path / result)
+    trained = config(model_name_or_path=folder).model_copy(update={"from_run": folder, "method": "lora"})
+    code = loading_code(trained, "adapter")
+    assert "# Needs the result of first where adapter_config.json names it; a merged export needs no base." in code
+    assert str(tmp_path) not in code
+    for other in (trained.model_copy(update={"from_run": None}), config(method="lora")):  # control
+        assert "the result of" not in loading_code(other, "adapter")
+    assert "the result of" not in loading_code(trained, "merged")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from app.services.deepspeed_import import import_deepspeed
 from trainers.config.mistakes import ConfigError
 from trainers.config.yaml_file import MAX_BYTES
 from trainers.strategy.deepspeed_rules import (
@@ -466,7 +467,10 @@ def refuses(model, key, value):
     return False
 refused = [[name, key, value] for name in ("zero", "offload_optimizer", "offload_param", "leaf_module")
            for key in keys[name] for value in values if refuses(models[name], key, value)]
-keys["lion"] = shared(lion.FusedLion, lion.DeepSpeedCPULion)
+kinds = lion.FusedLion, lion.DeepSpeedCPULion
+keys["lion"] = shared(*kinds)
+names = "lr", "betas", "weight_decay"
+keys["lion_defaults"] = [[signature(kind).parameters[name].default for name in names] for kind in kinds]
 print("KEYS" + json.dumps({**keys, "optimizers": config.DEEPSPEED_OPTIMIZERS, "removed": removed, "refused": refused}))
 """
 
@@ -498,6 +502,13 @@ def test_a_value_that_deepspeed_refuses_is_refused_before_the_launch(deepspeeds:
     for name, key, value in deepspeeds["refused"]:
         with pytest.raises(ConfigError):
             parse(MODELS[name], {key: value})
+
+
+def test_an_import_takes_lions_defaults(deepspeeds: dict[str, Any]) -> None:
+    content = {"optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 2}}
+    options = import_deepspeed(content, 2).options
+    taken = [options["learning_rate"], [options["lion_beta1"], options["lion_beta2"]], options["weight_decay"]]
+    assert deepspeeds["lion_defaults"] == [taken, taken]
 
 
 def test_the_keys_are_deepspeeds_own(deepspeeds: dict[str, Any]) -> None:

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from app.cli import run_verb
 from app.commands.data import summary_lines
 from app.services.data import (
-    cancel_statistics,
+    cancel_job,
     close_data,
     data_config,
+    data_job,
     known_rows,
     open_data,
     row_number,
     start_statistics,
-    statistics_job,
 )
 from app.services.form import preview as form_preview
 from app.services.rpc_client import Worker
@@ -287,7 +287,7 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     config = config_of(tmp_path, data)
     key = start_statistics(config)
     assert start_statistics(config) == key
-    job = statistics_job(key)
+    job = data_job(key)
     assert job is not None
     until(lambda: job.state not in ("waiting", "running"))
     assert job.state == "done", job.mistakes
@@ -307,9 +307,9 @@ def test_a_count_in_the_background_serves_the_training(tmp_path: Path) -> None:
     made = folder.stat().st_mtime_ns
     assert prepare(config, "train").folder.stat().st_mtime_ns == made
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [folder]
-    cancel_statistics(key)
+    cancel_job(key)
     assert job.state == "done"
-    assert statistics_job("no such key") is None
+    assert data_job("no such key") is None
 
 
 @pytest.mark.usefixtures("_processes_end", "elsewhere")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from app.cli import run_verb
 from app.commands.data_tables import lengths_text, source_rows
-from app.services.data import StatisticsJob, close_data, known_rows, start_statistics, statistics_job
+from app.services.data import DataJob, close_data, data_job, known_rows, start_statistics
 from tests.unit.tools.test_data_preview import until
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
@@ -100,7 +100,7 @@ def test_the_verb_and_the_page_count_every_source(tmp_path: Path, capfd: pytest.
         ["small", "30", "30"], ["large", "60", "60"], ["all", "90", "90"],
     ]  # fmt: skip
     assert lengths_text(document) in printed
-    page = str(statistics_panel(StatisticsJob("done", statistics=document)))
+    page = str(statistics_panel(DataJob("done", statistics=document)))
     for cell in (cell for row in source_rows(document) for cell in row if cell):
         assert f">{cell}</td>" in page
     assert "median" in page
@@ -110,7 +110,7 @@ def test_the_verb_and_the_page_count_every_source(tmp_path: Path, capfd: pytest.
 def test_a_counted_mix_is_known_until_a_source_changes(tmp_path: Path) -> None:
     config = config_of(tmp_path, mix=a_mix(tmp_path))
     assert known_rows(config) is None
-    job = statistics_job(start_statistics(config))
+    job = data_job(start_statistics(config))
     assert job is not None
     until(lambda: job.state not in ("waiting", "running"))
     assert job.state == "done", job.mistakes

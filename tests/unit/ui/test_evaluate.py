@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,3 +168,18 @@ def test_a_folder_that_goes_away_meanwhile_is_told(page: Any, tmp_path: Path) ->
     folder.path.rmdir()
     head, *_ = page.refresh(digest, asked_for(eval="eval-1"))
     assert "No such evaluation" in head
+
+
+def test_a_report_is_rendered_once_until_it_changes(page: Any, tmp_path: Path) -> None:
+    folder = add_evaluation(tmp_path / "runs", evaluation_document())
+    evaluate._report.cache_clear()
+    request = asked_for(eval=folder.id)
+    first = page.refresh("", request)
+    assert [page.refresh(first[-1], request) for _ in range(3)] == [[gr.skip()] * 10] * 3
+    assert page.refresh("", request)[6] == first[6], "another tab"
+    assert evaluate._report.cache_info().misses == 1
+    document = json.loads(folder.report.read_text())
+    folder.report.write_text(json.dumps({**document, "failed": {"one": "gone", "other": "gone too"}}))
+    changed = page.refresh(first[-1], request)
+    assert "gone too" in str(changed[6]), "control"
+    assert evaluate._report.cache_info().misses == 2

@@ -291,7 +291,7 @@ def test_a_run_that_is_resumed_stays_where_it_was(page: Any) -> None:
 
 def test_every_kind_of_value_of_several_machines_is_an_option_or_a_mistake(page: Any) -> None:
     values = [component.value for component in page.options]
-    good = {**machines_texts(), "main_process_ip": "127.0.0.1"}
+    good = {**machines_texts(Path("runs")), "main_process_ip": "127.0.0.1"}
     no_job = [""] * len(SLURM_FIELDS)
 
     def refresh(**changes: Any) -> list[Any]:
@@ -316,7 +316,7 @@ def test_a_port_in_use_and_an_address_elsewhere_are_named(page: Any) -> None:
     values = [component.value for component in page.options]
 
     def panel(**changes: str) -> str:
-        texts = {**machines_texts(), "main_process_ip": "127.0.0.1", **changes}.values()
+        texts = {**machines_texts(Path("runs")), "main_process_ip": "127.0.0.1", **changes}.values()
         inputs = ["machines", *[""] * len(SLURM_FIELDS), *texts]
         return str(page.refresh("", False, "tiny-lora", "", "2", *values, *inputs)[0])
 

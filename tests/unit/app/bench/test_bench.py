@@ -325,7 +325,7 @@ class Launcher:
                 raise error
 
     def __call__(
-        self, job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str]
+        self, job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str], bound: bool = False
     ) -> dict[str, Any]:
         name, run = self.name(job), job.run
         self.ran.append(name)

@@ -29,7 +29,7 @@ class Launcher:
         self.failing = failing
 
     def __call__(
-        self, job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str]
+        self, job: TrainJob, display: AbstractContextManager[Listener], outer: Mapping[str, str], bound: bool = False
     ) -> dict[str, Any]:
         point = (job.strategy.name, job.devices.num_processes)
         self.ran.append(point)

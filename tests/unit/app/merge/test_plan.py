@@ -129,6 +129,12 @@ def test_a_valid_request_is_planned(folders: Path) -> None:
     assert planned("embedded", folders / "f1", "--output_dir", folders / "out").options["needs_base"] is False
 
 
+def test_models_of_one_name_get_labels_that_differ_and_leave_other_names_alone(tmp_path: Path) -> None:
+    models = [adapter(tmp_path / path) for path in ("x/a", "y/a", "z/a 2", "w/a", "v/a 3")]
+    plan = planned(*models, "--output_dir", tmp_path / "out")
+    assert [model.label for model in plan.models] == ["a", "a 4", "a 2", "a 5", "a 3"]
+
+
 def test_models_of_different_bases_are_refused(folders: Path) -> None:
     full(folders / "other", str(full(folders / "base-2", value=1.0)))
     assert "f1 was trained from embedded, and other from" in refused(folders, ("f1", "other"))

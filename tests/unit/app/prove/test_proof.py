@@ -101,7 +101,7 @@ class Launcher:
         self.trained: list[str] = []
         self.listed: list[bool] = []
 
-    def __call__(self, job: TrainJob, display: object, outer: object = None) -> dict[str, Any]:
+    def __call__(self, job: TrainJob, display: object, outer: object = None, bound: bool = False) -> dict[str, Any]:
         run, name = job.run, job.run.id
         run.create()
         self.trained.append(name)
@@ -359,8 +359,8 @@ def test_the_help_names_what_is_set(width: str, monkeypatch: pytest.MonkeyPatch,
 class Saving(Launcher):
     """Leaves a checkpoint in the middle too, and logs what comes after it in a run that goes on from one."""
 
-    def __call__(self, job: TrainJob, display: object, outer: object = None) -> dict[str, Any]:
-        state = super().__call__(job, display, outer)
+    def __call__(self, job: TrainJob, display: object, outer: object = None, bound: bool = False) -> dict[str, Any]:
+        state = super().__call__(job, display, outer, bound)
         (job.run.checkpoints / "step-00000001").mkdir(exist_ok=True)
         if job.resume_from:
             assert Path(job.resume_from).is_dir(), "it is kept until all have gone on from it"
@@ -403,8 +403,8 @@ def test_on_its_own_topology_the_weights_must_be_the_same(prove: Prove) -> None:
     """Control: the curve is the same, the exported weights are not."""
 
     class Other(Saving):
-        def __call__(self, job: TrainJob, display: object, outer: object = None) -> dict[str, Any]:
-            state = super().__call__(job, display, outer)
+        def __call__(self, job: TrainJob, display: object, outer: object = None, bound: bool = False) -> dict[str, Any]:
+            state = super().__call__(job, display, outer, bound)
             if job.run.id == "ddp-to-ddp":
                 (job.run.model / "model.safetensors").write_text("other weights")
             return state

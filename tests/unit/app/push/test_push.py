@@ -145,6 +145,18 @@ def test_the_card_says_what_was_trained_on_what_with_which_result(hub: Receiving
         assert f"| {path.name} | {path.stat().st_size} | `{sha256(path)}` |" in card.text
 
 
+def test_an_adapter_on_the_result_of_a_run_asks_for_that_result(
+    hub: ReceivingHub, exports: Path, push: Push, tmp_path: Path, capsys: Any
+) -> None:
+    folder = shutil.copytree(exports / "adapter", tmp_path / "second")
+    record = json.loads((folder / "tunesmith.json").read_text())
+    record["config"]["from_run"] = record["config"]["model_name_or_path"]
+    (folder / "tunesmith.json").write_text(json.dumps(record))
+    assert push(folder, "owner/second") == 0
+    note = "the result of my-base is not on the Hub, so others cannot load this adapter: push it too, and name it with "
+    assert f"{note}--base_model ORG/NAME" in capsys.readouterr().err
+
+
 def test_no_path_of_this_machine_is_pushed(hub: ReceivingHub, exports: Path, push: Push, capsys: Any) -> None:
     """Not in the adapter's config either, where stock peft writes the folder of the base model."""
     folder = exports / "adapter"

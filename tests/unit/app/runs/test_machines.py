@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from app.runs import machines as runs_machines
-from app.runs.machines import SILENT_AFTER, lost_machine_0
+from app.runs.machines import SILENT_AFTER, lost_machine_0, remedy_line, resume_line
 from app.runs.runs import true_state
 from trainers.run.folder import RunFolder, write_json
 
@@ -55,3 +55,26 @@ def test_other_runs_are_never_lost(run: RunFolder) -> None:
     assert not lost_machine_0(run, {**state, "machines": None})
     run.machine_file(0).unlink()
     assert not lost_machine_0(run, state)
+
+
+def test_a_run_on_several_machines_is_resumed_on_each_and_its_remedy_applied_on_machine_0(run: RunFolder) -> None:
+    state, here = {**(run.read_state() or {}), "state": "failed"}, str(run.path)
+    assert resume_line(run, state) == f"tunesmith resume {here} --machine_rank K, on each machine"
+    assert remedy_line(run, state, 2) == (
+        f"`tunesmith resume {here} --apply 2 --machine_rank 0` on machine 0, then `tunesmith resume {here} "
+        "--machine_rank K` on each other machine"
+    )
+    assert remedy_line(run, {**state, "state": "done"}, 1) == (
+        f"`tunesmith runs clone {here} --apply 1 --output_dir DIR --machine_rank 0` on machine 0, then `tunesmith "
+        "resume DIR --machine_rank K` on each other machine"
+    )
+
+
+def test_a_single_machine_or_a_scheduler_needs_no_machine_rank(run: RunFolder) -> None:
+    state = {**(run.read_state() or {}), "state": "failed"}
+    single = {**state, "machines": None}
+    assert resume_line(run, single) == f"tunesmith resume {run.path}"
+    assert remedy_line(run, single, 1) == f"tunesmith resume {run.path} --apply 1"
+    assert remedy_line(run, {**single, "state": "done"}, 1) == f"tunesmith runs clone {run.path} --apply 1"
+    write_json(run.scheduler, {"kind": "slurm", "options": {}})
+    assert remedy_line(run, state, 1) == f"tunesmith resume {run.path} --apply 1"

@@ -20,9 +20,9 @@ from app.services.deepspeed_import import (
     OMITTED,
     OPTION,
     ImportedStrategy,
-    _leaves,
     import_deepspeed,
 )
+from app.services.json_leaves import leaves
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.strategy.deepspeed_rules import parse_json
@@ -66,6 +66,8 @@ FILES: dict[str, dict[str, Any]] = {
     "none": {"train_batch_size": 8},
     "first": {"zero_optimization": True, "gradient_accumulation_steps": 1},
     "tensor": {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 1},
+    "lion offloaded": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                       "optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": [0.9, 0.99]}}},
     "lion": {"zero_optimization": {"stage": 1},
              "optimizer": {"type": "Lion", "params": {"lr": "auto", "betas": [0.9, 0.99], "weight_decay": "auto"}}},
 }  # fmt: skip
@@ -81,7 +83,7 @@ def imported(content: dict[str, Any], processes: int | None = 4) -> ImportedStra
 def lost(content: dict[str, Any], result: ImportedStrategy) -> Counter[str]:
     """Keys of the file that the result names less or more than once."""
     named = Counter(moved.key for moved in result.keys if not moved.key.endswith(" (absent)"))
-    named.subtract(path for path, _ in _leaves(content))
+    named.subtract(path for path, _ in leaves(content))
     return Counter({path: count for path, count in named.items() if count})
 
 
@@ -154,15 +156,24 @@ def test_only_what_a_json_must_say_stays_in_one() -> None:
     offload = imported(FILES["offload"]).deepspeed["zero_optimization"]
     assert offload["offload_param"] == {"pin_memory": True, "device": "cpu"}
     assert imported(FILES["old"]).accelerate["deepspeed_config"]["offload_optimizer_device"] == "cpu"
-    assert imported(FILES["lion"]).deepspeed["optimizer"]["type"] == "Lion"
+    assert not imported(FILES["lion"]).deepspeed
+    assert imported(FILES["lion offloaded"]).deepspeed["optimizer"]["type"] == "Lion"
 
 
-def test_another_optimizer_keeps_its_rate_or_is_refused() -> None:
-    lion = {"optimizer": {"type": "Lion", "params": {"lr": 3e-5, "weight_decay": 0.1}}}
-    result = imported({**lion, "zero_optimization": {"stage": 2}})
-    assert {"learning_rate": 3e-5, "weight_decay": 0.1}.items() <= result.options.items()
-    with pytest.raises(ConfigError, match=r"optimizer.type=Lion needs ZeRO"):
-        imported(lion)
+def test_lion_becomes_an_option_unless_deepspeed_offloads_it() -> None:
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 3e-5, "weight_decay": 0.1, "betas": [0.8, 0.95]}}}
+    own = {"optim": "lion", "learning_rate": 3e-5, "weight_decay": 0.1, "lion_beta1": 0.8, "lion_beta2": 0.95}
+    for zero in ({}, {"zero_optimization": {"stage": 2}}, {"zero_optimization": {"stage": 2, "cpu_offload": False}}):
+        assert own.items() <= imported({**lion, **zero}).options.items()
+    for section in ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}):
+        result = imported({**lion, "zero_optimization": {"stage": 2, **section}})
+        assert {"learning_rate": 3e-5, "weight_decay": 0.1}.items() <= result.options.items()
+        assert not {"optim", "lion_beta1"} & result.options.keys()
+        assert result.deepspeed["optimizer"] == {"type": "Lion", "params": {"betas": [0.8, 0.95]}}
+    with pytest.raises(ConfigError, match=r"optimizer.params.betas='x' is not a pair"):
+        imported({"optimizer": {"type": "Lion", "params": {"betas": "x"}}})
+    with pytest.raises(ConfigError, match=r"optimizer\.type=Lamb"):
+        imported({"optimizer": {"type": "Lamb"}, "zero_optimization": {"stage": 2}})
 
 
 def test_a_decay_ends_where_deepspeed_ends_it() -> None:

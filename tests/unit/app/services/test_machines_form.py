@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ import pytest
 from app.launch.network import addresses, is_own, route_to
 from app.services import machines_form
 from app.services.form import Preview, preview
-from app.services.machines_form import free_port, machine_options, own_addresses, port_problem
+from app.services.machines_form import free_port, machine_options, machines_texts, own_addresses, port_problem
 from tests.launching import free_port as unused_port
 from trainers.config.mistakes import Mistake
+from trainers.run.folder import Process, RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +87,23 @@ def test_a_port_in_use_is_refused_and_another_is_named(busy_port: int) -> None:
     assert free_port(busy_port) != busy_port
 
 
+def test_the_port_of_a_run_that_waits_is_neither_proposed_nor_accepted(tmp_path: Path) -> None:
+    runs_dir, port = tmp_path / "runs", int(machines_texts(tmp_path / "runs")["main_process_port"])
+    run = RunFolder(runs_dir / "first")
+    run.create()
+    run.accelerate.write_text(f"main_process_port: {port}\nnum_machines: 2\n")
+    waiting: dict[str, Any] = {"machines": {"count": 2, "minimum": None}, "host": os.uname().nodename}
+    run.write_state(state="queued", processes=[Process.of("supervisor").as_json()], **waiting)
+    assert machines_texts(runs_dir)["main_process_port"] != str(port)
+    own = {"num_machines": "2", "main_process_ip": "127.0.0.1", "main_process_port": str(port), "shared_folder": "yes"}
+    options = {"global_batch_size": "48", "runs_dir": str(runs_dir)}
+    (mistake,) = preview(options, "tiny-lora", "ddp", num_processes=2, machines=own).mistakes
+    assert f"main_process_port={port} is that of run first, which has not ended; use another" in str(mistake)
+    run.write_state(state="done")
+    assert preview(options, "tiny-lora", "ddp", num_processes=2, machines=own).mistakes == []
+    assert machines_texts(runs_dir)["main_process_port"] == str(port)
+
+
 @pytest.mark.parametrize(
     ("texts", "field"),
     [({"num_machines": "1"}, "num_machines"), ({"num_machines": "129"}, "num_machines"),
@@ -107,5 +126,5 @@ def test_chosen_gpus_need_no_number_of_processes() -> None:
     mistakes: list[Mistake] = []
     texts = {"num_machines": "2", "main_process_ip": "127.0.0.1", "main_process_port": str(unused_port()),
              "shared_folder": "yes"}  # fmt: skip
-    options = machine_options(texts, {"gpus": "0,1"}, mistakes)
+    options = machine_options(texts, {"gpus": "0,1"}, mistakes, Path("runs"))
     assert (mistakes, options["machine_rank"], "num_processes" in options) == ([], "0", False)
