@@ -80,11 +80,6 @@ def _unbound(words: list[str]) -> list[str]:
     return words[4:] if words[1:3] == ["-IS", BOUND] else words
 
 
-def _unbound(words: list[str]) -> list[str]:
-    """The command that `app/launch/bound_program.py` becomes, or the command itself."""
-    return words[4:] if words[1:3] == ["-IS", BOUND] else words
-
-
 # -- in a fork ---------------------------------------------------------------------------------------------------------
 
 

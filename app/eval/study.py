@@ -110,7 +110,7 @@ class Study:
         display = progress_display(job.run, self.quiet or not sys.stderr.isatty(), job.warnings)
         try:
             register_outside(job.run, job.run.path)  # so that it can be seen and stopped while it runs
-            state = launch(job, display)
+            state = launch(job, display, bound=True)
         finally:
             unregister(job.run)
         if state["state"] == "stopped":

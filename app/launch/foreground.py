@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TextIO
 
-from app.accelerate_launch import check_argv, check_environment, command_line, launch_environment
+from app.accelerate_launch import bound_argv, check_argv, check_environment, command_line, launch_environment
 from app.console import clean, counted, number, report, say
 from app.diagnosis.advice import Diagnosis
 from app.launch.job import TrainJob, refuse_unresumable, run_attempt
@@ -32,7 +32,6 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.parse import dump_yaml
 from trainers.run.folder import END_STATES, LIVE_STATES, RunFolder, log_line, register_outside, secrets_in, write_atomic
 
-_BOUND = Path(__file__).with_name("bound_program.py")
 _END_SECONDS = 10.0
 """Seconds in which a program that is interrupted has to end by itself."""
 EXIT_CODES = {"done": 0, "failed": 1, "stopped": 130}
@@ -268,10 +267,9 @@ def run_program(
     Returns:
         Exit status, standard output and standard error.
     """
-    bound = [sys.executable, "-IS", str(_BOUND), str(os.getpid()), *argv]
     with interruptible():
         program = subprocess.Popen(
-            bound, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            bound_argv(argv), env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=None if show_errors else subprocess.PIPE, text=True, encoding="utf-8", errors="replace",
             start_new_session=True, pass_fds=pass_fds,
         )  # fmt: skip

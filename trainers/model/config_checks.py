@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -37,12 +37,26 @@ def own_code(config: TrainConfig, model_config: Any) -> bool:
     return config.trust_remote_code and "AutoModelForCausalLM" in (getattr(model_config, "auto_map", None) or {})
 
 
+def is_causal(model_config: Any) -> bool:
+    """Whether `AutoModelForCausalLM` builds a model, which from then on includes models of images and text.
+
+    transformers lists those that it lists as causal language models too (Gemma 3), and others (Qwen3-VL, Ministral 3)
+    under `AutoModelForImageTextToText` alone. All predict the next token of a text without images.
+    """
+    kind, listed = type(model_config), AutoModelForCausalLM._model_mapping
+    if kind not in listed and kind in AutoModelForImageTextToText._model_mapping:
+        if getattr(model_config, "is_encoder_decoder", False):
+            return False
+        AutoModelForCausalLM.register(kind, AutoModelForImageTextToText._model_mapping[kind], exist_ok=True)
+    return kind in listed
+
+
 def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:
     """Raises ConfigError for a model that is not a causal language model, or whose head is of another objective."""
     subject = f"model_name_or_path={config.model_name_or_path}"
     if own_code(config, model_config):
         return
-    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+    if not is_causal(model_config):
         raise ConfigError(
             f"{subject}: {model_config.model_type} models are not causal language models; use a decoder, such as a "
             "Llama or Qwen model"
