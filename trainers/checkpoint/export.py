@@ -49,9 +49,11 @@ from trainers.data.formats import RowError
 from trainers.data.padding import padding_token
 from trainers.data.prepare import load_tokenizer
 from trainers.data.template import Encoder
+from trainers.model.config_checks import auto_class
 from trainers.model.load import (
     build_unread,
     load_model_config,
+    read_model_config,
     stored_dtype,
     weight_files,
 )
@@ -161,7 +163,8 @@ def export(
         tokenizer, dtype = load_tokenizer(config), _export_dtype(config, kind)
         history = _with_revision(history or History(), config)
         its_config = described or config
-        card = partial(model_card, its_config, kind, results, loading_code(its_config, kind), history)
+        code = loading_code(its_config, kind, auto_class(config, read_model_config(config)))
+        card = partial(model_card, its_config, kind, results, code, history)
         if gguf is not None:
             check_gguf(gguf, config, tokenizer, dtype, temporary)
         probes = sample(config, tokenizer, card())

@@ -8,12 +8,18 @@ from trainers.model.load import compute_dtype
 from trainers.run.model_card import base_in_words, hub_id, starts_from_result
 
 
-def loading_code(config: TrainConfig, kind: str) -> str:
-    """The code that loads the export; an adapter needs the base as it was trained on: in 4 bits, with the same RoPE."""
+def loading_code(config: TrainConfig, kind: str, auto: str = "AutoModelForCausalLM") -> str:
+    """The code that loads the export; an adapter needs the base as it was trained on: in 4 bits, with the same RoPE.
+
+    Args:
+        config: the run's config.
+        kind: `adapter`, `merged` or `full`.
+        auto: the class of transformers that loads the model.
+    """
     if config.objective_spec.scalar_head:
         return _loading_scores(config, kind)
     if kind != "adapter":
-        return "model = AutoModelForCausalLM.from_pretrained(folder)  # from transformers"
+        return f"model = {auto}.from_pretrained(folder)  # from transformers"
     lines, more = [], ""
     if config.method == "qlora":
         dtype = str(compute_dtype(config))
@@ -32,12 +38,15 @@ def loading_code(config: TrainConfig, kind: str) -> str:
             lines.append(f"# Needs {where} where adapter_config.json names it; a merged export needs no base.")
         lines.append(f"model = AutoPeftModelForCausalLM.from_pretrained(folder{more})  # from peft")
     else:
-        where = _base(config)
+        lines += _about_base(config)
+        if config.rope_scaling != "none":
+            lines += [
+                f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
+                f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
+            ]
+            more = f", config=scaled{more}"
         lines += [
-            *_about_base(config),
-            f"# Trained with rope_scaling={config.rope_scaling}, which the base model does not have by itself.",
-            f'scaled = AutoConfig.from_pretrained(folder, subfolder="{BASE}")  # from transformers',
-            f"model = AutoModelForCausalLM.from_pretrained({where}, config=scaled{more})",
+            f"model = {auto}.from_pretrained({_base(config)}{more})",
             *_enlarging(config),
             "model = PeftModel.from_pretrained(model, folder)  # from peft",
         ]

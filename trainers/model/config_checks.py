@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
@@ -49,6 +50,12 @@ def is_causal(model_config: Any) -> bool:
             return False
         AutoModelForCausalLM.register(kind, AutoModelForImageTextToText._model_mapping[kind], exist_ok=True)
     return kind in listed
+
+
+def auto_class(config: TrainConfig, model_config: Any) -> str:
+    """The name of the class of transformers that loads a causal language model elsewhere, where none is registered."""
+    listed = model_config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or own_code(config, model_config)
+    return "AutoModelForCausalLM" if listed else "AutoModelForImageTextToText"
 
 
 def refuse_other_tasks(config: TrainConfig, model_config: Any) -> None:

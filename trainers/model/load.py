@@ -124,6 +124,11 @@ def _where(config: TrainConfig) -> dict[str, Any]:
     return {"revision": config.model_revision, "trust_remote_code": config.trust_remote_code}
 
 
+def read_model_config(config: TrainConfig) -> Any:
+    """The base model's transformers config as it is."""
+    return AutoConfig.from_pretrained(model_path(config), **_where(config))
+
+
 def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None = None) -> Any:
     """Loads the base model's transformers config and adjusts it for training.
 
@@ -139,7 +144,7 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
         if published:
             model_config = AutoConfig.for_model(**published)
         else:
-            model_config = None if adapter else AutoConfig.from_pretrained(model_path(config), **_where(config))
+            model_config = None if adapter else read_model_config(config)
         check_values(model_config)
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None

@@ -39,7 +39,7 @@ _SIZES: dict[int, tuple[str, ...]] = {
     2: ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers",
         "num_decoder_layers", "num_encoder_layers", "num_key_value_heads", "num_experts_per_tok", "moe_topk",
         "num_experts_per_token", "moe_k", "top_k_experts", "linear_num_key_heads", "mamba_expand", "expand",
-        "n_groups"),
+        "n_groups", "depth"),
     4: ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
         "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads", "num_experts",
         "num_local_experts", "n_routed_experts", "moe_num_experts", "rotary_dim", "sliding_window",
@@ -51,7 +51,8 @@ _SIZES: dict[int, tuple[str, ...]] = {
     16: ("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "q_lora_rank",
          "kv_lora_rank", "mamba_chunk_size", "chunk_size", "qk_head_dim"),
     32: ("hidden_size", "n_embd", "d_model", "dim", "emb_dim", "word_embed_proj_dim", "embedding_size",
-         "embedding_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim"),
+         "embedding_dim", "projector_input_dim", "projector_output_dim", "vision_output_dim",
+         "embed_dim", "out_hidden_size"),
     48: ("intermediate_size", "intermediate_size_mlp", "ffn_dim", "n_inner", "dff", "decoder_ffn_dim",
          "encoder_ffn_dim", "dim_ff", "d_inner", "feed_forward_size", "ffn_hidden_size"),
     64: ("vocab_size", "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length",
@@ -96,6 +97,8 @@ def _small(model_config: Any) -> dict[str, Any]:
         values["attention_hidden_size"] = known["attention_hidden_size"] * values["hidden_size"] // known["hidden_size"]
     if isinstance(known.get("initializer_range"), float):
         values["initializer_range"] = 0.2  # so that every part of a narrow model affects its output
+    if "mrope_section" in getattr(type(model_config), "ignore_keys_at_rope_validation", ()):
+        values["rope_parameters"] = {**known["rope_parameters"], "mrope_section": _sections(known, values)}
     for name in _TOKENS:
         token = known.get(name)
         if isinstance(token, list) or (isinstance(token, int) and token >= _VOCAB_SIZE):
@@ -104,6 +107,13 @@ def _small(model_config: Any) -> dict[str, Any]:
         if isinstance(part, PreTrainedConfig):
             values[name] = {**part.to_dict(), **_small(part)}
     return values | _small_layers(known, values)
+
+
+def _sections(known: dict[str, Any], values: dict[str, Any]) -> list[int]:
+    """The frequencies for time, height and width of Qwen-VL's rotary embeddings: half of what is rotated in a head."""
+    head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    half = int(head * known["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2
+    return [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
