@@ -1,11 +1,12 @@
-"""What can be trained, and how: a table of every causal model type of transformers: `python -m benchmarks.models`.
+"""What can be trained, and how: a table of the causal model types of transformers: `python -m benchmarks.models`.
 
     python -m benchmarks.models [--only TYPE ...] [--json FILE] [--sampled TYPE ...]
     python -m benchmarks.models --page
 
 The second writes docs/models.md from the newest of benchmarks/results/DATE-models.json.
 
-For a small random model of each type, on the CPU:
+They are its causal language models and, trained on text, its models of images and text. For a small random model of
+each type, on the CPU:
 - a real first optimizer step, all weights and LoRA, unpacked and packed rows. Its loss, and the norm of its gradients
   where all weights are trained, must be those of the stock model, which transformers loads and which gets one document
   at a time;
@@ -32,7 +33,7 @@ from textwrap import wrap
 from typing import Any
 
 from benchmarks.families import in_own_process
-from tests.families import FAMILIES
+from tests.families import FAMILIES, IMAGE_FAMILIES
 
 COLUMNS = ("full", "lora", "packed", "chunked_loss", "fsdp2", "tp", "pp", "export")
 SAMPLE = (
@@ -40,6 +41,7 @@ SAMPLE = (
     *("gpt_oss", "qwen3_moe", "deepseek_v3", "mamba", "qwen3_5_text", "lfm2"),
 )
 """Types whose runs on two ranks and exports are tried: of each kind of layer some, those that people use most."""
+KINDS = sorted({*FAMILIES, *IMAGE_FAMILIES})
 TOLERANCE = 1e-5
 """Largest relative difference of the losses of a first step: kernels sum in other orders. Ten times as much for norms
 of gradients, and for losses on two ranks, as AdamW turns the rounding of small gradients into whole steps."""
@@ -217,7 +219,8 @@ def page(results: dict[str, Any]) -> str:
     totals = wrap(f"{versions}: {summary(rows)}.", 118)
     return f"""# Which models can be trained
 
-Every causal language model type of transformers, each by a small random model on the CPU, on {results["date"]} with
+The causal language model types of transformers, and its types for images and text, which are trained on text, each by
+a small random model on the CPU, on {results["date"]} with
 {newline.join(totals)}
 
 - **full, LoRA, packed**: a real first step. Its loss, and with all weights trained the norm of its gradients, are those
@@ -265,7 +268,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 def main() -> int:
     """Judges the types and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="TYPE", default=FAMILIES, choices=FAMILIES)
+    parser.add_argument("--only", nargs="+", metavar="TYPE", default=KINDS, choices=KINDS)
     parser.add_argument(
         "--sampled", nargs="*", metavar="TYPE", default=SAMPLE, help="run these on two ranks, and export"
     )

@@ -18,8 +18,11 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from tests.steps import Steps
 from trainers.config.mistakes import ConfigError
@@ -31,6 +34,8 @@ from trainers.strategy.strategy import load_strategy
 from trainers.tools.preflight import check
 
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+IMAGE_FAMILIES = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(FAMILIES))
+"""Models of images and text that transformers does not list as causal language models too."""
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
 REQUIRED: dict[str, dict[str, Any]] = {
@@ -52,15 +57,19 @@ _OK = "ok"
 _ADVICE = re.compile(r"\buse ([^;]*)$")
 
 
-def save_small(folder: Path, family: str = "llama", auto: Any = AutoModelForCausalLM, **changes: Any) -> Path:
+def save_small(folder: Path, family: str = "llama", auto: Any = None, **changes: Any) -> Path:
     """A small random model of a family with the embedded tokenizer, saved.
 
     Args:
+        folder: where.
+        family: its `model_type`.
+        auto: the class of transformers that builds it; by default that of its family.
         changes: of its config.
 
     Raises:
         Exception: of any kind, where the family's sizes are bound to each other in another way.
     """
+    auto = auto or (AutoModelForImageTextToText if family in IMAGE_FAMILIES else AutoModelForCausalLM)
     folder.mkdir(exist_ok=True, parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (BASE_DIR / name).exists():

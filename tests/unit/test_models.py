@@ -11,12 +11,13 @@ from benchmarks.models import COLUMNS, judge, page, read_results
 from tests.families import save_small
 from tests.parity.runs import mostly_long
 
-KINDS = ("qwen3", "phi3", "gemma2", "qwen3_moe", "qwen3_5_text")
-"""Tied weights; fused projections; sliding windows and softcaps; experts; linear attention beside attention."""
+KINDS = ("qwen3", "phi3", "gemma2", "qwen3_moe", "qwen3_5_text", "llama4_text", "qwen3_vl", "mistral3")
+"""Tied weights; fused projections; sliding windows and softcaps; experts; linear attention beside attention; attention
+in chunks; images and text, one with positions of three axes."""
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("kind", mostly_long(KINDS, ["qwen3_moe"]))
+@pytest.mark.parametrize("kind", mostly_long(KINDS, ["qwen3_moe", "qwen3_vl"]))
 def test_a_first_step_is_the_stock_models(kind: str) -> None:
     row = judge(kind)
     assert {name: row[name] for name in COLUMNS} == {

@@ -32,7 +32,7 @@ def loading_code(config: TrainConfig, kind: str, auto: str = "AutoModelForCausal
             ")",
         ]
         more = f", dtype={dtype}, quantization_config=base"
-    if config.rope_scaling == "none":
+    if config.rope_scaling == "none" and auto == "AutoModelForCausalLM":
         if starts_from_result(config):
             where = base_in_words(config.model_name_or_path, config.from_run)
             lines.append(f"# Needs {where} where adapter_config.json names it; a merged export needs no base.")

@@ -250,6 +250,15 @@ def test_after_another_run_the_command_names_that_run(method: str, tmp_path: Pat
         assert card(wanted, "adapter", History(stages)).data.base_model is None, "it is on other weights"
 
 
+def test_an_adapter_of_a_model_of_images_and_text_is_loaded_on_a_base_of_its_own_class() -> None:
+    trained, auto = config(model_name_or_path="org/base", method="lora"), "AutoModelForImageTextToText"
+    assert loading_code(trained, "adapter", auto).splitlines()[:2] == [
+        f'model = {auto}.from_pretrained("org/base")', "model = PeftModel.from_pretrained(model, folder)  # from peft",
+    ]  # fmt: skip
+    assert loading_code(trained, "merged", auto) == f"model = {auto}.from_pretrained(folder)  # from transformers"
+    assert loading_code(trained, "adapter").startswith("model = AutoPeftModelForCausalLM.from_pretrained(folder)")
+
+
 @pytest.mark.parametrize("result", ["runs/first/model", "runs/first/export-merged", "exported/first"])
 def test_an_adapter_on_the_result_of_a_run_names_that_run_and_not_the_base_before_it(
     tmp_path: Path, result: str

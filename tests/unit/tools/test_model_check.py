@@ -31,6 +31,7 @@ from trainers import train
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import MetadataRoute
 from trainers.model.attention import KERNELS
+from trainers.model.config_checks import is_causal
 from trainers.model.load import build_model, load_base
 from trainers.model.probe import ForwardPass, ProbeError, check_model_computes, compare, probe_rows
 from trainers.model.reachability import silent_weights
@@ -116,6 +117,19 @@ def test_weights_without_a_place_are_named(tmp_path: Path) -> None:
     assert "not used by the model: value_head.weight" in checked(folder)
     shorter = checked(folder, num_hidden_layers=1)
     assert not [line for line in shorter if "not used by the model" in line], "to leave them out was asked for"
+
+
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [("qwen2_5_vl", ""), ("llava", ""), ("paligemma", "attend in both directions")],
+)
+def test_a_model_of_images_and_text_is_taken_where_it_predicts_the_next_token(
+    family: str, refusal: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, family)
+    with pytest.raises(ConfigError, match=refusal) if refusal else nullcontext():
+        checked(folder)
+    assert not is_causal(AutoConfig.for_model("florence2")), "it has an encoder"
 
 
 @pytest.mark.parametrize(("family", "vision"), [("llama4", "vision_model"), ("qwen3_5", "")])
