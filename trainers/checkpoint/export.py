@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import secrets
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import nn
 from transformers import GenerationConfig
+from transformers.utils import cached_file
 
 from trainers.checkpoint.export_check import (
     BASE,
@@ -53,6 +55,7 @@ from trainers.model.config_checks import auto_class
 from trainers.model.load import (
     build_unread,
     load_model_config,
+    model_path,
     read_model_config,
     stored_dtype,
     weight_files,
@@ -72,6 +75,7 @@ from trainers.run.record import RunRecord
 from trainers.run.unfinished import being_written, new_beside
 
 SHARD_SIZE = "5GB"
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _SLOWEST = 5e6
 """Lowest rate of an export in bytes of weights per second: a slow network disk, read and written a few times."""
 
@@ -261,11 +265,24 @@ def _write_model(
         rounding = trainer_loss(model, probes, compute) - exact
     _cast(model, dtype, only_trained, scratch)
     _write(model, tokenizer, folder)
+    if kind != "adapter" and hasattr(inner_model(model).config, "vision_config"):
+        _copy_processor(config, folder)
     if kind == "adapter" and config.init_lora_weights == "pissa":
         save_as_plain(folder, first_adapter(model))
     if kind == "adapter" and config.rope_scaling != "none":
         load_model_config(config).save_pretrained(folder / BASE)
     return Expected(expected, rounding, text)
+
+
+def _copy_processor(config: TrainConfig, folder: Path) -> None:
+    """Copies how the base model prepares images, which training on text leaves as it is."""
+    for name in _PROCESSOR_FILES:
+        source = cached_file(
+            model_path(config), name, revision=config.model_revision, _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_connection_errors=False,
+        )  # fmt: skip
+        if source is not None:
+            shutil.copyfile(source, folder / name)
 
 
 def _untie(base: Any, scratch: Scratch) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM
+import transformers
+from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from app.push.files import read_for_push
+from tests.families import save_small
 from tests.made_runs import made_run
 from trainers.checkpoint import export, export_check
 from trainers.config.mistakes import ConfigError
@@ -146,6 +148,28 @@ def test_the_model_card_says_how_to_load_the_stop_tokens_of_an_adapter(tmp_path:
     scope: dict[str, Any] = {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "GenerationConfig": GenerationConfig}
     exec(code[1], scope | {"folder": tmp_path / "model"}, scope)  # noqa: S102 - our own
     assert scope["model"].generation_config.eos_token_id == [0, 7]
+
+
+@pytest.mark.parametrize(("method", "kind"), [("full", "full"), ("lora", "merged"), ("lora", "adapter")])
+def test_a_model_of_images_and_text_keeps_its_tower_and_how_it_prepares_images(
+    method: str, kind: str, tmp_path: Path
+) -> None:
+    base = save_small(tmp_path / "base", "qwen3_vl")
+    (base / "preprocessor_config.json").write_text('{"image_processor_type": "Qwen2VLImageProcessor"}')
+    choice, folder = config(base, method=method), tmp_path / "model"
+    export.export(lambda _: trained(choice), choice, folder, kind, {})
+    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert code
+    scope: dict[str, Any] = {
+        name: getattr(transformers, name) for name in re.findall(r"\b[AG]\w+(?=\.from_p)", code[1])
+    }
+    exec(code[1], scope | {"PeftModel": PeftModel, "folder": folder, "base_folder": base}, scope)  # noqa: S102 - ours
+    before = {name: weight for name, weight in load_file(base / "model.safetensors").items() if "visual" in name}
+    after = scope["model"].state_dict()
+    assert before
+    assert all(torch.equal(after[f"base_model.model.{name}" if kind == "adapter" else name], weight)
+               for name, weight in before.items())  # fmt: skip
+    assert (folder / "preprocessor_config.json").exists() == (kind != "adapter")
 
 
 def test_a_model_without_stop_tokens_is_exported(tmp_path: Path) -> None:
