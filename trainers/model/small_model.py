@@ -110,10 +110,13 @@ def _small(model_config: Any) -> dict[str, Any]:
 
 
 def _sections(known: dict[str, Any], values: dict[str, Any]) -> list[int]:
-    """The frequencies for time, height and width of Qwen-VL's rotary embeddings: half of what is rotated in a head."""
+    """The frequencies for time, height and width of M-RoPE (Qwen-VL): half of what is rotated in a head.
+
+    In another order in Ernie's, which wants the first two to be equal.
+    """
     head = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
     half = int(head * known["rope_parameters"].get("partial_rotary_factor", 1.0)) // 2
-    return [half - 2 * (half // 3), half // 3, half // 3]
+    return [half // 3, half // 3, half - 2 * (half // 3)]
 
 
 def _small_layers(known: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
