@@ -46,9 +46,11 @@ def is_causal(model_config: Any) -> bool:
     """
     kind, listed = type(model_config), AutoModelForCausalLM._model_mapping
     if kind not in listed and kind in AutoModelForImageTextToText._model_mapping:
-        if getattr(model_config, "is_encoder_decoder", False):
+        family = AutoModelForImageTextToText._model_mapping[kind]
+        speaks = hasattr(model_config.get_text_config(), "vocab_size")  # Pi0 moves robots
+        if not speaks or family.config_class is not kind or getattr(model_config, "is_encoder_decoder", False):
             return False
-        AutoModelForCausalLM.register(kind, AutoModelForImageTextToText._model_mapping[kind], exist_ok=True)
+        AutoModelForCausalLM.register(kind, family, exist_ok=True)
     return kind in listed
 
 

@@ -143,7 +143,8 @@ def _probe(model: Any, head: nn.Linear, decoder: Any) -> HeadRule | None:
         logging.getLogger(__name__).debug("the model needs more than hidden states for its logits", exc_info=True)
         return None
     plain = nn.functional.linear(hidden, weight, small["bias"])
-    if len(calls) != 1 or not _unchanged(model, calls[0], ids) or logits.shape != plain.shape:
+    unlike = not isinstance(logits, torch.Tensor) or logits.shape != plain.shape
+    if unlike or len(calls) != 1 or not _unchanged(model, calls[0], ids):
         return None
     measured = float((logits * plain).sum() / plain.square().sum())  # of a scale that the config does not state
     return next((rule for rule in _candidates(model, measured) if _close(rule(plain), logits)), None)
