@@ -47,8 +47,9 @@ def is_causal(model_config: Any) -> bool:
     kind, listed = type(model_config), AutoModelForCausalLM._model_mapping
     if kind not in listed and kind in AutoModelForImageTextToText._model_mapping:
         family = AutoModelForImageTextToText._model_mapping[kind]
-        speaks = hasattr(model_config.get_text_config(), "vocab_size")  # Pi0 moves robots
-        if not speaks or family.config_class is not kind or getattr(model_config, "is_encoder_decoder", False):
+        # Listed too: ShieldGemma 2, a classifier, whose config is not its class's; and pi0, which predicts movements.
+        is_language_model = family.config_class is kind and hasattr(model_config.get_text_config(), "vocab_size")
+        if getattr(model_config, "is_encoder_decoder", False) or not is_language_model:
             return False
         AutoModelForCausalLM.register(kind, family, exist_ok=True)
     return kind in listed

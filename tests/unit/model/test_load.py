@@ -20,7 +20,7 @@ from trainers.config.validation import build, ignored_choices
 from trainers.data.layout import AttentionMetadata, DocumentLayout
 from trainers.embedded import BASE_DIR
 from trainers.model.attention import KERNELS
-from trainers.model.config_checks import check_rows, check_values
+from trainers.model.config_checks import check_rows, check_values, refuse_other_tasks
 from trainers.model.load import build_model, load_base
 from trainers.model.lora import add_adapters
 from trainers.model.probe import check_model_computes
@@ -81,6 +81,17 @@ def test_what_text_does_not_reach_is_never_trained(method: str, tmp_path: Path) 
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert any("language_model" in name for name in trained)
     assert not [name for name in trained if "vision" in name or "projector" in name]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen3_vl"])
+def test_a_model_of_images_and_text_is_a_language_model(family: str) -> None:
+    refuse_other_tasks(config(), AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize("family", ["shieldgemma2", "pi0", "florence2"])
+def test_a_model_of_images_and_text_with_another_task_is_refused(family: str) -> None:
+    with pytest.raises(ConfigError, match=f"{family} models are not causal language models"):
+        refuse_other_tasks(config(), AutoConfig.for_model(family))
 
 
 @pytest.mark.parametrize(
