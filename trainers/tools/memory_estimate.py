@@ -57,7 +57,7 @@ from trainers.run.gpus import gpu_count
 from trainers.strategy.expert_plan import expert_refusals
 from trainers.strategy.mesh import MeshSizes
 from trainers.strategy.pipeline_schedules import balance
-from trainers.strategy.tensor_plan import layer_plan, refusals
+from trainers.strategy.tensor_plan import refusals
 from trainers.strategy.traffic import PERSISTENT_BELOW, by_layer, head_size, key_heads
 from trainers.tools.mesh_limits import basis_cases, mesh_limits
 from trainers.tools.peak_memory import PeakMemoryMode, Peaks
@@ -380,9 +380,8 @@ def teacher_sizes(config: TrainConfig, teacher: Any) -> dict[str, float]:
 
 def _divides_tokens(config: TrainConfig, model_config: Any) -> bool:
     """Whether tensor parallelism, over any number of ranks, divides the tokens between the blocks of a model."""
-    text = model_config.get_text_config()
-    few = empty_model(config, model_config, layers=_few(text)[0])
-    return bool(layer_plan(text)) and divide_tokens(LossModule(few, compute_dtype(config)), 1)
+    few = empty_model(config, model_config, layers=_few(model_config.get_text_config())[0])
+    return divide_tokens(LossModule(few, compute_dtype(config)), 1)
 
 
 def estimate_memory(
