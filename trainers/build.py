@@ -262,8 +262,11 @@ def _split_tensors(config: TrainConfig, mesh: Mesh, loss: LossModule, ranks: Ran
     split_model(loss, *group)
     if loss.tensor is not None and loss.tensor.shards is None and ranks.is_main:
         kind = loss.base.config.model_type
-        print(f"{mesh.sizes}: between blocks of {kind} every rank keeps all tokens, as not only norms see them there",
-              flush=True)  # fmt: skip
+        print(
+            f"{mesh.sizes}: between blocks of {kind} every rank keeps all tokens, as it could not be shown that only "
+            "norms see them there",
+            flush=True,
+        )
     if loss.teacher is not None:
         with about_frozen(config):
             split_model(loss.teacher, *group, like=loss.vocabulary.vocab_size)

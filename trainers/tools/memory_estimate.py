@@ -379,10 +379,9 @@ def teacher_sizes(config: TrainConfig, teacher: Any) -> dict[str, float]:
 
 
 def _divides_tokens(config: TrainConfig, model_config: Any) -> bool:
-    """Whether tensor parallelism divides the tokens between the blocks of a model."""
-    text = model_config.get_text_config()
-    few = partial(empty_model, config, model_config, 2, _few(text)[0])
-    return not refusals(text, 2) and divide_tokens(LossModule(few(), compute_dtype(config)), 2)
+    """Whether tensor parallelism, over any number of ranks, divides the tokens between the blocks of a model."""
+    few = empty_model(config, model_config, layers=_few(model_config.get_text_config())[0])
+    return divide_tokens(LossModule(few, compute_dtype(config)), 1)
 
 
 def estimate_memory(

@@ -20,7 +20,16 @@ from trainers.objectives.loss_module import LossModule
 from trainers.objectives.teacher import Teacher
 from trainers.run.host_memory import MAPPED
 from trainers.strategy.traffic import by_layer, head_size, key_heads
-from trainers.tools.memory_estimate import _few, _top_tokens, case, count_peaks, empty_model, teacher_sizes, weights
+from trainers.tools.memory_estimate import (
+    _divides_tokens,
+    _few,
+    _top_tokens,
+    case,
+    count_peaks,
+    empty_model,
+    teacher_sizes,
+    weights,
+)
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -230,6 +239,13 @@ def test_tensor_parallel_leaves_half_of_the_matrices() -> None:
     full, half = (weights(settings, empty_model(settings, shape, tp)) for tp in (1, 2))
     assert half["parameters"] == (full["parameters"] - full["vectors"]) / 2 + full["vectors"]
     assert half["vectors"] == full["vectors"]
+
+
+@pytest.mark.parametrize(("family", "divides"), [("llama", True), ("nanochat", False), ("gpt2", False)])
+def test_it_is_known_whether_tokens_are_divided(family: str, divides: bool) -> None:
+    """Whatever numbers of ranks suit the model: two do not divide three heads."""
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 2}
+    assert _divides_tokens(config(), AutoConfig.for_model(family, vocab_size=64, **heads)) is divides
 
 
 def test_four_bit_weights_are_counted_as_such() -> None:
