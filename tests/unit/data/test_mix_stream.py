@@ -98,7 +98,15 @@ def test_shares_are_exact_in_every_prefix_and_rows_hold_one_source(folder: Path,
     assert np.abs(counts - exact).max() < 1
     drawn = np.random.default_rng(0).choice(3, size=len(labels), p=shares)
     assert np.abs(np.cumsum(np.eye(3)[drawn], axis=0) - exact).max() > 2, "control: a draw at random"
-    assert plan.source_metrics(60)["share/streamed"] == pytest.approx(shares[0], abs=1 / len(labels))
+    metrics = plan.source_metrics(60)
+    assert metrics["share/streamed"] == pytest.approx(shares[0], abs=1 / len(labels))
+    assert metrics["tokens/streamed"] > 0
+
+
+def test_tokens_of_prompts_are_not_counted_as_those_of_a_source(folder: Path) -> None:
+    plan = planned(config_of(folder))
+    plan.config = plan.config.model_copy(update={"objective": "grpo"})
+    assert {name.partition("/")[0] for name in plan.source_metrics(3)} == {"share"}
 
 
 def test_each_source_is_read_in_full_before_a_row_of_it_is_repeated(folder: Path) -> None:
