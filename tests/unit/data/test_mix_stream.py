@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.unit.data.test_stream import Alone, texts, write
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.config.validation import build
+from trainers.config.validation import build, ignored_choices
 from trainers.data import stream
 from trainers.data.prepare import cached, files_of, prepare
 from trainers.data.stream import streams_of
@@ -188,3 +188,12 @@ def test_what_does_not_fit_is_refused_with_the_source(folder: Path, monkeypatch:
     for step in range(30):
         plan.agree(step, Alone())
         assert plan.batch(step, 0).tokens > 0
+
+
+def test_the_window_counts_for_sources_that_are_streams(folder: Path) -> None:
+    config = config_of(folder)
+    assert [str(warning) for warning in ignored_choices(config)] == []
+    alone = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "streaming_window": 40})
+    assert [str(warning) for warning in ignored_choices(alone)] == [
+        "streaming_window is ignored: dataset_streaming is off"
+    ], "control"
