@@ -457,7 +457,11 @@ def test_rows_are_held_out_by_the_rule_of_data_that_is_read_in_full(data: Path, 
     changes = {"eval_share": 0.1, "max_eval_samples": limit, "max_train_samples": rows, "packing": False}
     config = config_of(data, **changes)
     in_full = config.model_copy(update={"dataset_streaming": False})
+    assert cached(config, "eval") is None
     train, evaluation = prepare(in_full, "train"), prepare(config, "eval")
+    known = cached(config, "eval")
+    assert known is not None
+    assert known.fingerprint == evaluation.fingerprint
     expected = prepare(in_full, "eval")
     assert [evaluation.where(index) for index in range(limit)] == [expected.where(index) for index in range(limit)]
     assert len(evaluation) == len(expected) == limit
