@@ -40,7 +40,8 @@ def test_a_further_window_has_the_optional_columns_of_the_first(data: Path, firs
 
 def test_a_stop_leaves_out_no_window_of_what_is_computed_before_the_first_step(data: Path) -> None:
     """A resume goes on from `stop_at_step` with the log-probabilities of the initial model that a checkpoint holds."""
-    read = [[window.window for window, _ in planned(config_of(data, **own)).streamed_rows[0].windows(Alone(), lambda: None)]
-            for own in ({"max_steps": 10}, {"max_steps": 10, "stop_at_step": 1}, {"max_steps": 1})]  # fmt: skip
+    runs = ({"max_steps": 10}, {"max_steps": 10, "stop_at_step": 1}, {"max_steps": 1})
+    streams = [planned(config_of(data, **own)).streamed_rows[0] for own in runs]
+    read = [[documents.window for documents, _ in rows.windows(Alone(), lambda: None)] for rows in streams]
     assert read[0] == read[1]
     assert len(read[0]) > len(read[2]) == 1, "control: fewer steps"
