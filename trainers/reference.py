@@ -82,7 +82,8 @@ def set_reference(context: TrainContext, strategy: Strategy, folder: Path | None
         rows.reference = values.numpy()
     if isinstance(context.plan, StreamPlan):
         for stream in context.plan.streamed_rows:
-            _set_of_stream(context, stream, folder, saved)
+            if stream.stop:  # of a source with a small weight, the run may read no row
+                _set_of_stream(context, stream, folder, saved)
 
 
 def _unknown(folder: Path, option: str) -> TrainingError:
@@ -95,7 +96,7 @@ def _unknown(folder: Path, option: str) -> TrainingError:
 def _set_of_stream(
     context: TrainContext, stream: StreamedRows, folder: Path | None, saved: dict[str, torch.Tensor]
 ) -> None:
-    """Sets the values of all rows of a stream that the run reads, window after window; a shard is computed once.
+    """Sets the values of all rows of a stream that the run reads, window after window.
 
     A checkpoint holds them as `[documents]`, and as `[shards, 2]` the number of each shard and its documents.
     """
@@ -103,17 +104,20 @@ def _set_of_stream(
     names = (name, f"{name}.shards")
     if folder and not {*names} <= saved.keys():
         raise _unknown(folder, "dataset_name")
-    if folder:
-        of_shards, documents = saved[names[1]].T.tolist()
-        parts = dict(zip(of_shards, saved[name].split(documents), strict=True))
-    else:
-        parts, beat = dict[int, torch.Tensor](), partial(context.heartbeat.at, step=0)
+    known = saved if folder else context.checkpoints.extra  # two sources of a mix may read the same shards
+    parts = dict[int, torch.Tensor]()
+    if name in known:
+        of_shards, documents = known[names[1]].T.tolist()
+        parts = dict(zip(of_shards, known[name].split(documents), strict=True))
+    if not folder:
+        beat = partial(context.heartbeat.at, step=0)
         for window, rows in stream.windows(context.ranks, partial(beat, "data")):
             if not {*window.shards} <= parts.keys():
                 values = reference_log_probs(
                     rows, context.backend, context.mesh, context.ranks, context.config.per_device_eval_batch_size, beat
                 )
-                parts |= zip(window.shards, values.split(np.diff(window.bounds).tolist()), strict=True)
+                computed = zip(window.shards, values.split(np.diff(window.bounds).tolist()), strict=True)
+                parts = {**dict(computed), **parts}  # the first values of a shard stay
         if context.ranks.is_main:
             count, seconds = sum(map(len, parts.values())), time.perf_counter() - began
             print(f"log-probabilities of {count:,} streamed documents under the initial model: {seconds:.1f} s")

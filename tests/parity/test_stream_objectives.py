@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.launching import Finished, launch, launch_well
 from tests.parity import plain
 from tests.parity.checks import equal_after_resume
-from tests.parity.runs import config, curve, options, run
+from tests.parity.runs import HALF, config, curve, options, run
 from tests.parity.test_distill import teacher
 from tests.parity.test_objectives import plain_dpo
 from tests.shared import once
@@ -97,6 +98,29 @@ def test_each_objective_is_the_same_on_one_rank_and_two_and_after_a_resume(objec
         assert not curve(two).agrees(curve(trained("single", objective, streaming_window=ROWS_OF_A_SHARD))), "control"
     again = options("full", **streamed(objective), resume_from_checkpoint=str(two.checkpoints[0]))
     assert equal_after_resume(two, launch_well(tmp_path / "run", 2, again, strategy="ddp"))
+
+
+def mix() -> str:
+    """The pairs as three streams: two of the same shards, and one of which no row is trained."""
+
+    def write(folder: Path) -> None:
+        sources = [
+            {"dataset_name": data("pairs"), "name": name, "weight": weight, "streaming": True}
+            for name, weight in (("often", 3), ("seldom", 1), ("never", 1e-4))
+        ]
+        (folder / "mix.yaml").write_text(yaml.safe_dump({"sources": sources}))
+
+    return str(once("stream-mix-of-pairs", write) / "mix.yaml")
+
+
+@pytest.mark.long
+def test_a_stopped_run_on_a_mix_of_streams_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """The steps after the stop read windows that those before it do not; sources share what the checkpoint holds."""
+    settings = options("full", **streamed("dpo", mix=mix(), dataset_name="none", dataset_streaming=False))
+    undisturbed = launch_well(tmp_path / "undisturbed", 1, settings)
+    stopped = launch(tmp_path / "stopped", 1, {**settings, "stop_at_step": HALF})
+    again = {**settings, "resume_from_checkpoint": str(stopped.checkpoints[0])}
+    assert equal_after_resume(undisturbed, launch_well(tmp_path / "run", 1, again))
 
 
 @pytest.mark.long

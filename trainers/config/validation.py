@@ -466,7 +466,7 @@ def ignored_choices(config: TrainConfig) -> list[Mistake]:
         ignore({"eval_generate_prompts"} & changed, "eval_generate_steps=0")
     if config.rope_scaling == "none":
         ignore({"rope_factor", "rope_original_max_positions"} & changed, "rope_scaling=none")
-    if not config.dataset_streaming:
+    if not config.dataset_streaming and config.mix is None:  # a source of a mix may be a stream
         ignore({"streaming_window", "streaming_cache"} & changed, "dataset_streaming is off")
     if config.lr_scaling == "none" and "lr_scaling_batch_size" in changed:
         ignore(["lr_scaling_batch_size"], "lr_scaling=none")

@@ -175,7 +175,7 @@ def _unpacked(cache: Path, path: Path, display_name: str, name: str) -> DataFile
 def _in_place(cache: Path, path: Path, display_name: str, name: str) -> DataFile:
     """The same without a copy, unless its content has to be read from its end."""
     status, absolute = path.stat(), os.path.abspath(path)
-    version = [os.path.realpath(path), status.st_size, status.st_mtime_ns]
+    version = [path.name, os.path.realpath(path), status.st_size, status.st_mtime_ns]  # the suffix says how it is read
     try:
         contents = contents_of(lambda: path.open("rb"), path.name, display_name, version, cache)
     except OSError as error:

@@ -132,7 +132,7 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
     if split == "train" and config.dataset_streaming:
         return Stream(config).open_first(*_resumed_windows(config, 1))
     if config.dataset_streaming and config.eval_dataset_name is None:
-        return Stream(config.model_copy(update={"max_train_samples": None})).held_out()
+        return _holding_out(config).held_out()
     files = resolve(config, split)
     fingerprint = data_fingerprint(config, split, files)
     folder = cache_dir(config) / fingerprint
@@ -143,6 +143,11 @@ def tokenised(config: TrainConfig, split: Split) -> TokenSet:
     token_set.rename_sources(dataset_of(config, split), [file.display_name for file in files])
     token_set.report.ignored_files = ignored_files(config, split)
     return token_set
+
+
+def _holding_out(config: TrainConfig) -> Stream:
+    """The stream whose rows are held out: all rows, however many are trained."""
+    return Stream(config.model_copy(update={"max_train_samples": None}))
 
 
 def cached(config: TrainConfig, split: Split) -> TokenSet | None:
@@ -156,6 +161,8 @@ def cached(config: TrainConfig, split: Split) -> TokenSet | None:
         if split == "train" and config.dataset_streaming:
             stream = Stream(config)
             return next(filter(None, map(stream.cached, range(len(stream.shards)))), None)
+        if config.dataset_streaming and config.eval_dataset_name is None:
+            return _holding_out(config).cached_held_out()
         fingerprint = data_fingerprint(config, split)
     except ConfigError:
         return None

@@ -171,14 +171,18 @@ class Stream:
         """
         fingerprint, names = self._of_held_out, [file.display_name for file in self.files]
         folder = self.folder.parent.parent / fingerprint
-        documents = open_cache(folder, fingerprint)
+        documents = self.cached_held_out()
         if documents is None:
             with locked(folder, "eval"):
-                documents = open_cache(folder, fingerprint) or held_out_of_stream(
+                documents = self.cached_held_out() or held_out_of_stream(
                     self.config, self.tasks, names, folder, fingerprint, self._processes(len(self.tasks))
                 )
         documents.rename_sources(self.config.training_data, names)
         return documents
+
+    def cached_held_out(self) -> TokenSet | None:
+        """What `held_out` returns, if it is cached."""
+        return open_cache(self.folder.parent.parent / self._of_held_out, self._of_held_out)
 
     @property
     def _of_held_out(self) -> str:

@@ -49,8 +49,9 @@ class StreamPlan(TrainPlan):
         self.mix = first.mix if isinstance(first, MixedSet) else None
         self.source_order = SourceOrder([1] if self.mix is None else self.mix.shares())
         self._first, rows = first, make_rows(first)
-        stop = min(config.max_steps, config.stop_at_step or config.max_steps) * config.global_batch_size
-        stops, pool = self.source_order.counts(stop).tolist(), ThreadPoolExecutor(1, thread_name_prefix="windows")
+        pause = min(config.max_steps, config.stop_at_step or config.max_steps)
+        stops, pauses = (self._counts(step * config.global_batch_size) for step in (config.max_steps, pause))
+        pool = ThreadPoolExecutor(1, thread_name_prefix="windows")
         self._make_rows, self._fingerprint, self.sources = make_rows, first.fingerprint, list[SourceRows]()
         self._estimates = list[int]()  # rows of an epoch of each source
         for number, part in enumerate(parts):
@@ -58,8 +59,8 @@ class StreamPlan(TrainPlan):
             if isinstance(part, WindowSet):
                 self._refuse_small(part, of_part, config, self.source_order.shares[number] / self.source_order.period)
                 order = partial(_in_window, config, None if self.mix is None else number)
-                check = self._check
-                self.sources.append(StreamedRows(part, of_part, make_rows, order, stops[number], check, pool))
+                ends = stops[number], pauses[number]
+                self.sources.append(StreamedRows(part, of_part, make_rows, order, *ends, self._check, pool))
                 share_read = part.stream.rows_in(part.window) / part.stream.rows
                 self._estimates.append(max(round(len(of_part) / share_read), 1))
             else:
@@ -142,7 +143,9 @@ class StreamPlan(TrainPlan):
             return {}
         metrics, position = dict[str, float](), step * self.config.global_batch_size
         for name, (source, row) in zip(self.mix.names, self._each(step), strict=True):
-            metrics |= {f"share/{name}": row / position, f"tokens/{name}": source.tokens(row)}
+            metrics[f"share/{name}"] = row / position
+            if not self.config.objective_spec.samples:  # a prompt is a part of what is trained
+                metrics[f"tokens/{name}"] = source.tokens(row)
         return metrics
 
     def agree(self, step: int, ranks: Collective, beat: Callable[[], None] = lambda: None) -> None:

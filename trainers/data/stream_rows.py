@@ -111,20 +111,22 @@ class StreamedRows:
         rows: the rows of it.
         make_rows: the rows of tokenised documents.
         order: the order in which the rows of a window are trained.
-        stop: rows that the run reads of this source, at most.
+        stop: rows of this source that the run reads until `max_steps`.
+        pause: the same until `stop_at_step`; no window after them is tokenised ahead.
         check: called with each further window; raises `ConfigError` if the model cannot be trained on it.
         pool: tokenises one window at a time, of all streams of a run.
     """
 
     def __init__(
         self, first: WindowSet, rows: Rows, make_rows: Callable[[TokenSet], Rows],
-        order: Callable[[Rows, Window], np.ndarray], stop: int, check: Callable[[TokenSet], None],
+        order: Callable[[Rows, Window], np.ndarray], stop: int, pause: int, check: Callable[[TokenSet], None],
         pool: ThreadPoolExecutor,
     ):  # fmt: skip
         self.stream, self._make_rows, self._order, self._check = first.stream, make_rows, order, check
         self.report = Report()
         """Of the windows whose rows were compared so far."""
-        self._lock, self._pool, self._stop = Lock(), pool, stop  # the next batch is prepared by another thread
+        self._lock, self._pool = Lock(), pool  # the next batch is prepared by another thread
+        self.stop, self._pause = stop, pause
         begin = Window(0, 0)
         self._starts = {begin: _Start(0, 0)}
         self._agreed, self._agreed_rows = begin, 0
@@ -150,7 +152,7 @@ class StreamedRows:
     def windows(self, ranks: Collective, beat: Callable[[], None]) -> Iterator[tuple[WindowSet, Rows]]:
         """The windows that the run reads, from the first one on, and the rows of each. Collective."""
         window = Window(0, 0)
-        while (start := self._starts[window].rows) < self._stop:
+        while (start := self._starts[window].rows) < self.stop:
             self.agree(start + 1, ranks, beat)
             read = self._window(window)
             yield read.documents, read.rows
@@ -169,7 +171,7 @@ class StreamedRows:
             return self._read[window]
 
     def _window(self, window: Window) -> _Read:
-        """A window, once it is tokenised; the one after it is then begun, unless the run ends before."""
+        """A window, once it is tokenised; the one after it is then begun, unless the run stops before."""
         read = self._reading(window).result()
         following = self.stream.after(window)
         with self._lock:
@@ -178,7 +180,7 @@ class StreamedRows:
             start = self._starts.setdefault(following, after).rows
             for old in [known for known in sorted(self._read) if known < window][:-1]:  # a step may still ask about one
                 del self._read[old]
-        if start < self._stop:
+        if start < self._pause:
             self._reading(following)
         return read
 

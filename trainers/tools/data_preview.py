@@ -37,14 +37,14 @@ from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.rows import Rows
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard
 from trainers.data.sources import iter_shards, read
-from trainers.data.stream import stream_lines
+from trainers.data.stream import stream_lines, streams_of
 from trainers.data.tables import length_table, source_table
 from trainers.data.template import training_encoder
 from trainers.data.tokenise import encode_rows, example_of
 from trainers.data.tokenizer import read_chat_template
 from trainers.run.process_limits import encoding_bytes, encoding_seconds, expect_death, memory_limit, time_limit
 from trainers.tools.data_compare import compare
-from trainers.tools.preflight import make_rows
+from trainers.tools.preflight import make_rows, plan_training
 from trainers.tools.rpc_server import send, serve
 
 MAPPED_ROW_BYTES = 1000
@@ -309,9 +309,11 @@ class Preview:
         leaks = list[str]()
         if self.config.has_evaluation():
             mistakes += _mistakes(lambda: leaks.extend(leak_lines(data, tokenised(self.config, "eval"))))
+        epoch_rows = len(rows) if rows.mixed is None else MixOrder(rows.bounds, rows.mixed.mix, 0).epoch_rows
         steps: dict[str, int | None] = {"steps_per_epoch": None, "total_steps": None}
         try:
-            plan = TrainPlan(rows, self.config, 1)
+            plan = plan_training(self.config, data, 1) if streams_of(data) else TrainPlan(rows, self.config, 1)
+            epoch_rows = plan.rows_of_epoch()  # of a stream, an estimate by the first window
             steps = {"steps_per_epoch": plan.steps_per_epoch, "total_steps": plan.total_steps}
         except ConfigError as error:
             mistakes += [*report.dropped_note(), *error.lines]
@@ -328,7 +330,7 @@ class Preview:
             "packing": self.packs,
             "max_length": self.config.max_length,
             "training_rows": len(rows),
-            "epoch_rows": len(rows) if rows.mixed is None else MixOrder(rows.bounds, rows.mixed.mix, 0).epoch_rows,
+            "epoch_rows": epoch_rows,
             "sources": [] if rows.mixed is None else source_table(rows.mixed, rows.bounds, rows.lengths),
             "packing_efficiency": _share(report.tokens, slots) if self.packs else None,
             "global_batch_size": self.config.global_batch_size,

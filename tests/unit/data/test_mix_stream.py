@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.unit.data.test_stream import Alone, texts, write
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.config.validation import build
+from trainers.config.validation import build, ignored_choices
 from trainers.data import stream
 from trainers.data.prepare import cached, files_of, prepare
 from trainers.data.stream import streams_of
@@ -98,7 +98,15 @@ def test_shares_are_exact_in_every_prefix_and_rows_hold_one_source(folder: Path,
     assert np.abs(counts - exact).max() < 1
     drawn = np.random.default_rng(0).choice(3, size=len(labels), p=shares)
     assert np.abs(np.cumsum(np.eye(3)[drawn], axis=0) - exact).max() > 2, "control: a draw at random"
-    assert plan.source_metrics(60)["share/streamed"] == pytest.approx(shares[0], abs=1 / len(labels))
+    metrics = plan.source_metrics(60)
+    assert metrics["share/streamed"] == pytest.approx(shares[0], abs=1 / len(labels))
+    assert metrics["tokens/streamed"] > 0
+
+
+def test_tokens_of_prompts_are_not_counted_as_those_of_a_source(folder: Path) -> None:
+    plan = planned(config_of(folder))
+    plan.config = plan.config.model_copy(update={"objective": "grpo"})
+    assert {name.partition("/")[0] for name in plan.source_metrics(3)} == {"share"}
 
 
 def test_each_source_is_read_in_full_before_a_row_of_it_is_repeated(folder: Path) -> None:
@@ -180,3 +188,12 @@ def test_what_does_not_fit_is_refused_with_the_source(folder: Path, monkeypatch:
     for step in range(30):
         plan.agree(step, Alone())
         assert plan.batch(step, 0).tokens > 0
+
+
+def test_the_window_counts_for_sources_that_are_streams(folder: Path) -> None:
+    config = config_of(folder)
+    assert [str(warning) for warning in ignored_choices(config)] == []
+    alone = build({"model_name_or_path": "embedded", "dataset_name": "embedded", "streaming_window": 40})
+    assert [str(warning) for warning in ignored_choices(alone)] == [
+        "streaming_window is ignored: dataset_streaming is off"
+    ], "control"

@@ -159,6 +159,14 @@ def test_a_file_that_is_broken_or_changes_is_refused(tmp_path: Path) -> None:
         reading.open(Window(0, 1))
 
 
+def test_a_link_is_read_as_its_own_suffix_says(tmp_path: Path) -> None:
+    path, link = tmp_path / "rows.jsonl.gz", tmp_path / "rows.txt.gz"
+    path.write_bytes(gzip.compress(jsonl()))
+    link.symlink_to(path)
+    kinds = [Stream(configured(str(file), tmp_path / "cache")).files[0].kind for file in (path, link)]
+    assert kinds == ["jsonl", "text"]
+
+
 def test_what_is_not_read_from_its_beginning_on_is_unpacked(tmp_path: Path) -> None:
     (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps(texts(5)).encode()))
     with pytest.raises(ConfigError, match=r"rows.json.gz is a .json file, which is read as a whole"):

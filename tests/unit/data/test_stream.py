@@ -32,6 +32,7 @@ from trainers.data.stream_rows import StreamedRows
 from trainers.run.errors import TrainingError
 from trainers.run.folder import write_json
 from trainers.run.manifest import FORMAT, seal
+from trainers.tools.data_preview import Preview
 from trainers.tools.preflight import describe_plan, plan_training
 
 MIB = 1 << 20
@@ -193,8 +194,8 @@ def test_the_cache_stays_within_its_limit_and_memory_is_flat(tmp_path: Path, mon
         tokens += plan.batch(step, 0).tokens
         step += 1
         if step % 200 == 0:
-            files = (tmp_path / "cache" / "streams").rglob("*")
-            largest = max(largest, sum(_size(file) for file in files))
+            folders = os.walk(tmp_path / "cache" / "streams")  # passes over those that are removed meanwhile
+            largest = max(largest, sum(_size(Path(folder) / name) for folder, _, names in folders for name in names))
             memory.append(own_memory())
     assert 5 * tokens > 40 * MIB, "bytes of all tokens and masks"
     assert 10 * MIB < largest < 20 * MIB, "with the shards that are being written"
@@ -326,6 +327,15 @@ def test_a_bad_row_is_refused_when_its_window_comes(data: Path, capsys: pytest.C
     assert lines.count("unused fields: `colour`") == 1
 
 
+def test_the_embedded_data_is_a_stream_too(data: Path) -> None:
+    config = config_of(data, dataset_name="embedded", max_length=256, max_train_samples=90)
+    in_full = prepare(config.model_copy(update={"dataset_streaming": False}), "train")
+    of_all = {in_full.where(index): in_full.document(index)[0].tobytes() for index in range(len(in_full))}
+    window = Stream(config).open(Window(0, 0))
+    assert len(window) >= 30
+    assert all(of_all[window.where(index)] == window.document(index)[0].tobytes() for index in range(len(window)))
+
+
 def test_ranks_that_read_other_documents_are_refused(data: Path) -> None:
     plan = planned(config_of(data))
     with pytest.raises(TrainingError, match="window 1 of epoch 1 of the data is not the same on rank 0 and on ranks 1"):
@@ -394,6 +404,9 @@ def test_the_start_says_what_is_promised_and_what_is_not(data: Path) -> None:
     assert stream_lines(prepare(config.model_copy(update={"dataset_streaming": False}), "train")) == []
     assert first.report.lines()[0].startswith(f"train data {data} (window 1 of ")
     assert cached(config, "train") is not None
+    counted, plan = Preview(config).statistics(), planned(config)
+    assert counted["steps_per_epoch"] == plan.steps_per_epoch > len(plan.rows) / 4, "not of the first window alone"
+    assert counted["epoch_rows"] == plan.rows_of_epoch()
 
 
 def test_shards_in_the_cache_are_not_tokenised_again_and_damage_is_repaired(data: Path) -> None:
@@ -444,7 +457,11 @@ def test_rows_are_held_out_by_the_rule_of_data_that_is_read_in_full(data: Path, 
     changes = {"eval_share": 0.1, "max_eval_samples": limit, "max_train_samples": rows, "packing": False}
     config = config_of(data, **changes)
     in_full = config.model_copy(update={"dataset_streaming": False})
+    assert cached(config, "eval") is None
     train, evaluation = prepare(in_full, "train"), prepare(config, "eval")
+    known = cached(config, "eval")
+    assert known is not None
+    assert known.fingerprint == evaluation.fingerprint
     expected = prepare(in_full, "eval")
     assert [evaluation.where(index) for index in range(limit)] == [expected.where(index) for index in range(limit)]
     assert len(evaluation) == len(expected) == limit
