@@ -214,8 +214,8 @@ def test_other_texts_are_no_calls(body: str) -> None:
 CUT = {
     "qwen3_5_think": "</think><tool_call>\n<function=f>\n<parameter=path>\n/tmp\n</parameter>\n<parameter=dry_run>\n"
     "true\n</parameter>\n</function>",
-    "glm4moe": "</think><tool_call>f\n<arg_key>path</arg_key>\n<arg_value>/tmp</arg_value>\n<arg_key>dry_run</arg_key>\n"
-    "<arg_value>true</arg_value>\n</tool_call>",
+    "glm4moe": "</think><tool_call>f\n<arg_key>path</arg_key>\n<arg_value>/tmp</arg_value>\n"
+    "<arg_key>dry_run</arg_key>\n<arg_value>true</arg_value>\n</tool_call>",
     "gptoss": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"path": "/tmp", "dry_run": true}',
     "gemma4": '<|tool_call>call:f{path:<|"|>/tmp<|"|>,dry_run:true}',
     "llama3_1": '{"name": "f", "parameters": {"path": "/tmp", "dry_run": true}}',
