@@ -197,9 +197,9 @@ class _LenientParser(ResponseParser):
     _found_marker = False
 
     def _scan(self, *args: Any) -> Any:
-        found = super()._scan(*args)
-        self._found_marker = found[0] is not None
-        return found
+        scanned = super()._scan(*args)
+        self._found_marker = scanned[0] is not None
+        return scanned
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         before = len(events)
