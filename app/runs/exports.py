@@ -20,7 +20,7 @@ FOLDER = "exports"
 
 
 class ExportFolder(WorkFolder):
-    """The work of one export. Its note also has `target`, the folder of the model, and `command`."""
+    """The work of one export. Its note also has `target`, the folder of the model when it began, and `options`."""
 
     note_name = "export.json"
 

@@ -45,11 +45,15 @@ class Wanted:
     averaged: bool = False
     gguf: Sequence[str] = ()
 
-    def arguments(self, run: RunFolder) -> list[str]:
-        """The arguments of `tunesmith export`."""
+    def options(self) -> list[str]:
+        """The options of `tunesmith export`."""
         flags = [*(["--merged"] if self.merged else []), *(["--ema"] if self.averaged else [])]
         files = ["--gguf", ",".join(self.gguf)] if self.gguf else []
-        return [str(run.path), "--checkpoint", str(self.checkpoint), *flags, *files, "--replace"]
+        return ["--checkpoint", str(self.checkpoint), *flags, *files, "--replace"]
+
+
+def _argv(run: RunFolder, options: Sequence[str]) -> list[str]:
+    return ["export", str(run.path), *options]
 
 
 def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
@@ -67,7 +71,7 @@ def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
     target, _, _ = check_export(
         run, wanted.checkpoint, merged=wanted.merged, averaged=wanted.averaged, gguf=types, replace=True
     )  # fmt: skip
-    argv = ["export", *wanted.arguments(run)]
+    options = wanted.options()
     try:
         if running_export(run) is None:
             run.own_folder(FOLDER)
@@ -75,8 +79,7 @@ def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
         with lock_exports(run) as lock:
             folder = next_export(run)
             folder.path.mkdir()
-            note = {"target": str(target), "command": shlex.join(["tunesmith", *argv])}
-            start_work(folder, argv, note, [lock.fileno()])
+            start_work(folder, _argv(run, options), {"target": str(target), "options": options}, [lock.fileno()])
     except OSError as error:
         problem = f"{error.filename or run.path} cannot be written: {error.strerror}"
         raise ConfigError(f"run {run.id} cannot be exported: {problem}; check its permissions") from None
@@ -99,22 +102,26 @@ def newest(run: RunFolder) -> dict[str, Any] | None:
     """The newest export that the page has started; None without one.
 
     Returns:
-        `state` (`running`, `done`, `stopped` or `failed`), `target`, `command`, `lines` (what it printed: the results
-        of its check), and while it runs `doing`, `seconds` and `stopping`.
+        `state` (`running`, `done`, `stopped` or `failed`), `target` (where its folder is, if the run is renamed too),
+        `is_there` (whether it still is), `command`, `lines` (what it printed: the results of its check), and while it
+        runs `doing`, `seconds` and `stopping`.
     """
     folder = next(iter(exports(run)), None)
     if folder is None:
         return None
     note, is_running = folder.note(), running_export(run) is not None
-    target = note.get("target") if isinstance(note.get("target"), str) else ""
+    target = str(note["target"]) if isinstance(note.get("target"), str) else ""
     lines = _lines(folder)
     is_done = bool(target) and bool(lines) and lines[-1] == target
     stopped = bool(note.get("stopped_at"))
     state = "running" if is_running else "done" if is_done else "stopped" if stopped else "failed"
+    folder_now, options = run.path / Path(target).name, note.get("options")
+    options = [str(option) for option in options] if isinstance(options, list) else []
     return {
-        "state": state, "target": target, "command": clean(str(note.get("command") or "")),
+        "state": state, "target": str(folder_now), "is_there": bool(target) and folder_now.is_dir(),
+        "command": clean(shlex.join(["tunesmith", *_argv(run, options)])),
         "lines": (lines[:-1] if is_done else lines)[-_MOST_LINES:],
-        "doing": _doing(Path(target)) if is_running and target else "", "stopping": is_running and stopped,
+        "doing": _doing(folder_now) if is_running and target else "", "stopping": is_running and stopped,
         "seconds": _seconds_since(note.get("started_at")) if is_running else None,
     }  # fmt: skip
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import forked
@@ -58,3 +59,22 @@ def test_an_interrupt_of_the_command_keeps_the_models_before(tmp_path: Path) -> 
     assert json.loads(out)["interrupted"] is True
     assert not run.evaluation.exists()
     assert (run.read_state() or {})["state"] == "stopped"
+
+
+@pytest.mark.long
+def test_a_kill_of_the_command_ends_its_ranks(tmp_path: Path) -> None:
+    """Nobody reads their rows any more. A run of `train` that is started by hand outlives its command."""
+    command = [*TUNESMITH, "eval", "embedded", "--base", "none", "--dataset_name", "embedded", "--num_processes", "2"]
+    rows = ["--answer_tokens", "200", "--per_device_eval_batch_size", "1"]
+    quiet = subprocess.DEVNULL
+    with forked.Popen([*command, *rows], cwd=tmp_path, env=inside(tmp_path), stdout=quiet, stderr=quiet) as it:
+        until(lambda: list(tmp_path.glob("runs/eval-*/*/state.json")))
+        run = RunFolder(next(tmp_path.glob("runs/eval-*/*/state.json")).parent)
+        until(lambda: (run.read_state() or {}).get("state") == "running")
+        ranks = [psutil.Process(pid_of(run, "rank", number)) for number in range(2)]
+        assert all(rank.is_running() for rank in ranks), "control"
+        it.kill()
+    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    listed = json.loads(tunesmith("runs", "list", "--json", home=tmp_path).stdout)
+    assert [(entry["run_dir"], entry["state"]) for entry in listed] == [(str(run.path), "failed")]
+    assert not run.evaluation.exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from app.launch.foreground import _BOUND
+from app.accelerate_launch import _BOUND
 from tests import forked
 from tests.detached import TUNESMITH, inside, until
 from tests.launching import launch_well

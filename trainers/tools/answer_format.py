@@ -189,14 +189,30 @@ def _loaded(response_template: Any) -> ResponseTemplate | None:
 
 
 class _LenientParser(ResponseParser):
-    """One that goes on after a call that cannot be read; its event has no value."""
+    """One that goes on after a call that cannot be read; its event has no value.
+
+    The event of a region that the end of the answer has cut is marked with `is_cut`.
+    """
+
+    _found_marker = False
+
+    def _scan(self, *args: Any) -> Any:
+        scanned = super()._scan(*args)
+        self._found_marker = scanned[0] is not None
+        return scanned
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
+        before = len(events)
         try:
             super()._close_current(events)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             events.append({"type": "region_close", "field": self._current, "value": None})
             self._reset_to_implicit()
+        for event in events[before:]:
+            field = self._spec.fields[event["field"]]
+            event["is_cut"] = not self._found_marker and field.close_re is not None
+            if event["is_cut"] and field.content != "json":  # which cannot be read before its end
+                event["value"] = None
 
 
 class AnswerParser:
@@ -215,6 +231,7 @@ class AnswerParser:
         self._texts: dict[Kind, list[str]] = {"content": [], "reasoning": [], "tool_call": []}
         self._calls: list[Call | None] = []
         self._ended_calls = self._taken_calls = 0
+        self._last_is_cut = False
         self._trims = False  # white space at the start of a thought, and between a thought or a call and what follows
 
         self.initial = list(self._pieces(self._parser.initial_events))
@@ -254,7 +271,8 @@ class AnswerParser:
         body, value = self._texts["tool_call"][number], self._calls[number]
         if value is not None:
             return value if isinstance(value, list) else [value]
-        return read_calls(body, self._tools) or [{"invalid": body.strip()}]
+        is_cut = self._last_is_cut and number == len(self._calls) - 1
+        return read_calls(body, self._tools, is_cut) or [{"invalid": body.strip()}]
 
     def _pieces(self, events: Sequence[dict[str, Any]]) -> Iterator[Piece]:
         for event in events:
@@ -268,7 +286,7 @@ class AnswerParser:
             elif event["type"] == "region_close" and kind != "content":
                 self._trims = True
                 if kind == "tool_call":
-                    self._calls[-1] = _read_value(event["value"])
+                    self._calls[-1], self._last_is_cut = _read_value(event["value"]), event["is_cut"]
                     self._ended_calls = len(self._calls)
 
     def _open(self, kind: Kind) -> Iterator[Piece]:

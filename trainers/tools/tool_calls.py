@@ -16,7 +16,8 @@ Call = dict[str, Any]
 """`{"type": "function", "function": {"name": str, "arguments": dict}}`"""
 
 # No text may take long: white space is not given back (`*+`), and the tags of tags are looked for where they end.
-_FUNCTION = re.compile(r"<function=([^>\n]{1,128})>(.*?)(?:</function>|\Z)", re.DOTALL)
+_FUNCTION_END = "</function>"
+_FUNCTION = re.compile(rf"<function=([^>\n]{{1,128}})>(.*?)(?:{_FUNCTION_END}|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\n]{1,128})>\n?(.*?)\n?</parameter>", re.DOTALL)
 _ARGUMENT = re.compile(r"<arg_key>([^<]*+)</arg_key>\s*+<arg_value>(.*?)</arg_value>", re.DOTALL)
 _NAME = re.compile(
@@ -36,7 +37,7 @@ _SEPARATOR = deepseek_token("tool_sep")
 _SEPARATED = re.compile(rf"(?:function)?{_SEPARATOR}([^\n<]+)\n?")
 
 
-def read_calls(body: str, tools: Mapping[str, Any] | None = None) -> list[Call] | None:
+def read_calls(body: str, tools: Mapping[str, Any] | None = None, is_cut: bool = False) -> list[Call] | None:
     """The calls in a text between two markers; None if it is not one, or not finished.
 
     Known are JSON with `name` and `arguments` or `parameters`, alone or in a list; a name before JSON, as Mistral,
@@ -45,11 +46,14 @@ def read_calls(body: str, tools: Mapping[str, Any] | None = None) -> list[Call] 
     Args:
         body: the text, without the markers.
         tools: parameters of each tool by its name; say whether an argument between tags is text or JSON.
+        is_cut: whether the answer ended before the second marker. Arguments between tags may be missing then, and
+            such a call is another one; the other notations show by themselves whether they are complete.
     """
     text = body.strip()
     if not text or len(text) > _MOST_CHARACTERS:
         return None
-    for read in (_as_json, _after_name, _in_function_tags, _in_argument_tags, _as_python):
+    in_tags = (_in_function_tags, _in_argument_tags) if not is_cut or text.endswith(_FUNCTION_END) else ()
+    for read in (_as_json, _after_name, *in_tags, _as_python):
         try:
             calls = list(read(text, tools or {}))
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

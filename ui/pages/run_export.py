@@ -104,13 +104,14 @@ def export_part(run: RunFolder) -> Html:
         doing = f"{'stopping' if entry['stopping'] else entry['doing']}, {duration_text(entry['seconds'])} in all"
         return join([section("Export", meter(None, "export", doing)), Html("" if entry["stopping"] else "<!--stop-->")])
     folder = element("code", entry["target"])
+    where = ["The model is in ", folder] if entry["is_there"] else ["The model was in ", folder, ", which is gone."]
     sentences: dict[str, list[Any]] = {
-        "done": [join(["The model is in ", folder]), *entry["lines"]],
+        "done": [join(where), *entry["lines"]],
         "stopped": ["The export was stopped; nothing of it was left."],
         "failed": entry["lines"] or ["The export ended without a word; it was killed."],
     }
     parts = [alert_list(sentences[entry["state"]], _KINDS[entry["state"]])]
-    if entry["state"] == "done":
+    if entry["state"] == "done" and entry["is_there"]:
         parts.append(
             note(join([link("chat", "Open it in Chat", run=run.id, checkpoint=Path(entry["target"]).name), "."]))
         )

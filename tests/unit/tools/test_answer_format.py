@@ -211,6 +211,35 @@ def test_other_texts_are_no_calls(body: str) -> None:
     assert read_calls(body) is None
 
 
+CUT = {
+    "qwen3_5_think": "</think><tool_call>\n<function=f>\n<parameter=path>\n/tmp\n</parameter>\n<parameter=dry_run>\n"
+    "true\n</parameter>\n</function>",
+    "glm4moe": "</think><tool_call>f\n<arg_key>path</arg_key>\n<arg_value>/tmp</arg_value>\n"
+    "<arg_key>dry_run</arg_key>\n<arg_value>true</arg_value>\n</tool_call>",
+    "gptoss": '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"path": "/tmp", "dry_run": true}',
+    "gemma4": '<|tool_call>call:f{path:<|"|>/tmp<|"|>,dry_run:true}',
+    "llama3_1": '{"name": "f", "parameters": {"path": "/tmp", "dry_run": true}}',
+    "lfm2_2_5": "<|tool_call_start|>[f(path='/tmp', dry_run=True)]",
+    "tags of its own": "CALL f <path>/tmp</path><dry_run>true</dry_run>;",
+}  # fmt: skip
+"""Answers with one call. The second marker is left out where the call shows by itself that it is complete."""
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_that_is_cut_is_none(name: str) -> None:
+    """A call without some of its arguments is another call, and a client would do what it says."""
+    tags = {"open_pattern": "CALL (?P<name>[a-z]+) ", "close": ";", "repeats": True, "content": "xml-inline",
+            "content_args": {"tag_pattern": r"<(?P<key>\w+)>(?P<value>.*?)</\w+>"},
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}}  # fmt: skip
+    own = AnswerFormat(None, None, {"start_anchor": "A:", "fields": {"content": {}, "tool_calls": tags}})
+    format_ = own if name == "tags of its own" else format_of(name)
+    calls = [parsed(format_.parser("<think>\n" if "</think>" in CUT[name] else "", TOOLS), [CUT[name][:end]])[1]
+             .get("tool_calls", []) for end in range(1, len(CUT[name]) + 1)]  # fmt: skip
+    *cut, complete = [[call["function"] for call in each if "function" in call] for each in calls]
+    assert [sorted(call["arguments"]) for call in complete] == [["dry_run", "path"]]
+    assert [each for each in cut if each and each != complete] == []
+
+
 SPACES = " " * 20_000
 
 

@@ -33,7 +33,7 @@ def work(run: RunFolder, printed: str, **note: Any) -> ExportFolder:
     folder = ExportFolder(run.path / "exports" / str(len(exports(run)) + 1))
     folder.path.mkdir(parents=True)
     folder.output.write_text(printed, encoding="utf-8")
-    own = {"target": str(run.path / "export-merged"), "command": "tunesmith export first", "host": os.uname().nodename}
+    own = {"target": str(run.path / "export-merged"), "options": ["--merged"], "host": os.uname().nodename}
     folder.write_note({**own, "started_at": "2026-11-28T10:00:00+00:00", **note})
     return folder
 
@@ -108,6 +108,7 @@ def test_one_at_a_time_and_nothing_else_meanwhile(run: RunFolder) -> None:
 )  # fmt: skip
 def test_how_one_has_ended(run: RunFolder, printed: str, note: dict[str, Any], state: str, shown: str) -> None:
     work(run, printed.replace("TARGET", str(run.path / "export-merged")), **note)
+    (run.path / "export-merged").mkdir()
     entry, html = newest(run), str(export_part(run))
     assert entry is not None
     assert entry["state"] == state
@@ -115,6 +116,22 @@ def test_how_one_has_ended(run: RunFolder, printed: str, note: dict[str, Any], s
     assert "\x1b" not in html
     assert ("Open it in Chat" in html) == (state == "done")
     assert "<!--stop-->" not in html
+
+
+def test_one_is_found_where_the_run_is_now(run: RunFolder) -> None:
+    """A rename moves its folder; the path that it printed is another run's soon."""
+    work(run, f"{run.path / 'export-merged'}\n")
+    run.record.enter(["export-merged/", "exports/"])
+    (run.path / "export-merged").mkdir()
+    old, renamed = str(run.path), actions.rename(run, "second")
+    html = str(export_part(renamed))
+    assert f"The model is in <code>{renamed.path / 'export-merged'}</code>" in html
+    assert f"tunesmith export {renamed.path} --merged" in html
+    assert old not in html
+    (renamed.path / "export-merged").rmdir()
+    gone = str(export_part(renamed))
+    assert "which is gone" in gone
+    assert "Open it in Chat" not in gone
 
 
 def test_without_one_there_is_nothing_to_show(run: RunFolder) -> None:
