@@ -48,7 +48,7 @@ from app.services.proofs import entries, proof_line
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
-from trainers.run.folder import write_atomic
+from trainers.run.folder import END_STATES, write_atomic
 from trainers.run.lineage import in_words, stages_before
 
 
@@ -183,7 +183,7 @@ def stop_verb(name: str, timeout: str, save: bool, force: bool, runs_dir: Path, 
     """`tunesmith stop`: returns 0 if the run has ended, 1 if it has not within the timeout."""
     seconds = parse_seconds(timeout)
     run = find_run(name, runs_dir)
-    if not as_json:
+    if not as_json and true_state(run)["state"] not in END_STATES:
         saving = "saving a checkpoint first" if save else "without saving"
         say(f"stopping {run.id}: {saving}")
     stopped = stop_run(run, seconds, save=save)

@@ -302,6 +302,7 @@ def test_stopping_what_has_ended_says_so(shell: Shell) -> None:
     run.write_state(state="running", processes=[])
     assert shell("stop", "one") == 0
     assert "had already ended, failed" in shell.out
+    assert not [line for line in shell.errors if "saving a checkpoint" in line]
     assert shell("stop", "one", "--json") == 0
     assert json.loads(shell.out)["already_ended"] is True
 
