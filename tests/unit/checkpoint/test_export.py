@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from peft import AutoPeftModelForCausalLM, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -148,6 +148,27 @@ def test_the_model_card_says_how_to_load_the_stop_tokens_of_an_adapter(tmp_path:
     scope: dict[str, Any] = {"AutoPeftModelForCausalLM": AutoPeftModelForCausalLM, "GenerationConfig": GenerationConfig}
     exec(code[1], scope | {"folder": tmp_path / "model"}, scope)  # noqa: S102 - our own
     assert scope["model"].generation_config.eos_token_id == [0, 7]
+
+
+def test_the_names_in_an_adapter_are_those_of_peft_which_other_programs_read(tmp_path: Path) -> None:
+    """vLLM and Unsloth load what peft saves; anything that wraps a layer here would be another name there."""
+    choice = config(BASE_DIR)
+    export.export(lambda _: trained(choice), choice, tmp_path / "model", "adapter", {})
+    stock = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(BASE_DIR), LoraConfig(r=choice.lora_r, target_modules="all-linear")
+    )
+    stock.save_pretrained(tmp_path / "stock")
+    ours, others = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("model", "stock"))
+    assert {name: weight.shape for name, weight in ours.items()} == {
+        name: weight.shape for name, weight in others.items()
+    }
+    layers = r"base_model\.model\.model\.layers\.\d+\.(self_attn|mlp)\.\w+\.lora_[AB]\.weight"
+    assert all(re.fullmatch(layers, name) for name in ours)
+    settings, expected = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("model", "stock")
+    )
+    assert set(settings) == set(expected)
+    assert sorted(settings["target_modules"]) == sorted(expected["target_modules"])
 
 
 @pytest.mark.parametrize(("method", "kind"), [("full", "full"), ("lora", "merged"), ("lora", "adapter")])
