@@ -135,7 +135,9 @@ class TokenSet:
 def _map(path: Path, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Reads a small file, or maps it as a plain array: slicing a `np.memmap` itself costs ten times as much."""
     if path.stat().st_size < _MAPPED:
-        return np.fromfile(path, dtype=dtype)
+        array = np.fromfile(path, dtype=dtype)
+        array.flags.writeable = False  # as a map's
+        return array
     return np.asarray(np.memmap(path, dtype=dtype, mode="r")).view(np.ndarray)
 
 

@@ -323,7 +323,7 @@ def test_one_model_at_a_time_is_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(export, "build_unread", build_and_watch)
     monkeypatch.setattr(export, "load_back", look)
-    manifest = {"base": "", "config": {}, "step": 1, "world": 1, "versions": {}}
+    manifest = {"base": "", "config": {}, "step": 1, "world": 1, "versions": {}, "data_fingerprint": ""}
     monkeypatch.setattr(export, "read_manifest", lambda folder: manifest)
     monkeypatch.setattr(export, "load_weights", lambda *_: None)
     export.export_checkpoint(tmp_path, choice, tmp_path / "model", "full", {}, None)
@@ -347,7 +347,7 @@ def test_an_earlier_checkpoint_is_exported_with_the_options_that_it_was_trained_
 ) -> None:
     """A later attempt may have others; where its base is may change freely."""
     then, now = config(BASE_DIR, lora_alpha=4, learning_rate=0.5), config(BASE_DIR, lora_alpha=64, eval_split="other")
-    manifest = {"base": "", "config": plain(then), "step": 1, "world": 1, "versions": {}}
+    manifest = {"base": "", "config": plain(then), "step": 1, "world": 1, "versions": {}, "data_fingerprint": ""}
     built: list[TrainConfig] = []
 
     def build_it(folder: Path, choice: TrainConfig, averaged: bool, scratch: Any) -> Any:

@@ -186,7 +186,8 @@ def test_samples_for_forgetting_are_other_rows_of_the_same_model(runs: Path) -> 
 
 def test_undesirable_answers_of_a_run_with_labels_are_told_apart(runs: Path) -> None:
     """By their labels, on its own rows alone: others may have a column of that name."""
-    of_kto = made_run(runs, "judged", config={"objective": "kto", "eval_dataset_name": "rows.jsonl"})
+    of_kto = made_run(runs / "runs", "judged", config={"objective": "kto", "eval_dataset_name": "rows.jsonl"})
+    shutil.copytree(BASE_DIR, of_kto.model)
     formats = [
         plan(*words).candidates[0].options.get("dataset_format")
         for words in ((of_kto.id,), (of_kto.id, "--dataset_name", "embedded"), ("first",))
