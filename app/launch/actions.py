@@ -22,8 +22,8 @@ from app.launch.foreground import refusal_in, run_program
 from app.launch.job import TrainJob, clone_job, resume_job, writable_parent
 from app.launch.machines import as_machine_0
 from app.launch.schedulers import SCHEDULERS
-from app.runs.exports import exports, lock_exports
-from app.runs.proofs import lock_proofs, proofs
+from app.runs.exports import EXPORTS
+from app.runs.proofs import PROOFS
 from app.runs.runs import config_values, list_runs, run_of_id, true_state
 from app.runs.scheduled import cancel_waiting, submission
 from app.runs.state import queue
@@ -182,9 +182,9 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         raise ConfigError(f"{problem}; finish or delete it first")
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(run.hold())
-        for work, its_lock in ((proofs(run), lock_proofs), (exports(run), lock_exports)):
-            if work:
-                stack.enter_context(its_lock(run))
+        for work in (PROOFS, EXPORTS):
+            if work.of(run):
+                stack.enter_context(work.lock(run))
         yield lock
 
 

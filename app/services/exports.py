@@ -18,7 +18,7 @@ from app.console import clean, shortened
 from app.launch.actions import check_export
 from app.launch.background_work import start_work, stop_work
 from app.runs.detail import checkpoints
-from app.runs.exports import FOLDER, ExportFolder, exports, lock_exports, next_export, running_export
+from app.runs.exports import EXPORTS, ExportFolder
 from app.runs.safe_read import read_span
 from trainers.config.gguf_types import offered_types
 from trainers.config.mistakes import ConfigError
@@ -73,11 +73,11 @@ def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
     )  # fmt: skip
     options = wanted.options()
     try:
-        if running_export(run) is None:
-            run.own_folder(FOLDER)
-        (run.path / FOLDER).mkdir(exist_ok=True)
-        with lock_exports(run) as lock:
-            folder = next_export(run)
+        if EXPORTS.running(run) is None:
+            run.own_folder(EXPORTS.folder)
+        (run.path / EXPORTS.folder).mkdir(exist_ok=True)
+        with EXPORTS.lock(run) as lock:
+            folder = EXPORTS.following(run)
             folder.path.mkdir()
             start_work(folder, _argv(run, options), {"target": str(target), "options": options}, [lock.fileno()])
     except OSError as error:
@@ -92,7 +92,7 @@ def stop(run: RunFolder) -> None:
     Raises:
         ConfigError: if no export is running, or none that this machine can stop.
     """
-    folder = running_export(run)
+    folder = EXPORTS.running(run)
     if folder is None:
         raise ConfigError(f"no export of run {run.id} is running")
     stop_work(folder, "export", to_group=False)
@@ -106,10 +106,10 @@ def newest(run: RunFolder) -> dict[str, Any] | None:
         `is_there` (whether it still is), `command`, `lines` (what it printed: the results of its check), and while it
         runs `doing`, `seconds` and `stopping`.
     """
-    folder = next(iter(exports(run)), None)
+    folder = next(iter(EXPORTS.of(run)), None)
     if folder is None:
         return None
-    note, is_running = folder.note(), running_export(run) is not None
+    note, is_running = folder.note(), EXPORTS.running(run) is not None
     target = str(note["target"]) if isinstance(note.get("target"), str) else ""
     lines = _lines(folder)
     is_done = bool(target) and bool(lines) and lines[-1] == target

@@ -19,7 +19,7 @@ from app.hardware import Devices
 from app.launch.background_work import start_work, stop_work
 from app.launch.restarts import need_of
 from app.prove.plan import PROVE, REFERENCE, STEPS, make_plan
-from app.runs.proofs import FOLDER, ProofFolder, lock_proofs, next_proof, proofs, running_proof
+from app.runs.proofs import PROOFS, ProofFolder
 from app.runs.runs import config_values, gpu_ids, strategy_name, true_state, world_size
 from app.runs.safe_read import Stamp, read_span, stamp
 from trainers.config.mistakes import ConfigError
@@ -118,12 +118,12 @@ def start(run: RunFolder, control: bool = False) -> ProofFolder:
     if reason := refusal(run):
         raise ConfigError(f"run {run.id} cannot be proved: {reason}")
     try:
-        if running_proof(run) is None:
-            _refuse_request(run, _argv(run, next_proof(run), control))
-            run.own_folder(FOLDER)
-        (run.path / FOLDER).mkdir(exist_ok=True)
-        with lock_proofs(run) as lock:
-            proof = next_proof(run)
+        if PROOFS.running(run) is None:
+            _refuse_request(run, _argv(run, PROOFS.following(run), control))
+            run.own_folder(PROOFS.folder)
+        (run.path / PROOFS.folder).mkdir(exist_ok=True)
+        with PROOFS.lock(run) as lock:
+            proof = PROOFS.following(run)
             proof.path.mkdir()
             start_work(proof, ["prove", *_argv(run, proof, control)], {"control": control}, [lock.fileno()])
     except OSError as error:
@@ -161,7 +161,7 @@ def stop(run: RunFolder) -> None:
     Raises:
         ConfigError: if no proof is running, or none that this machine can stop.
     """
-    proof = running_proof(run)
+    proof = PROOFS.running(run)
     if proof is None:
         raise ConfigError(f"no proof of run {run.id} is running")
     stop_work(proof, "proof", to_group=True)
@@ -172,8 +172,8 @@ def stop(run: RunFolder) -> None:
 
 def entries(run: RunFolder) -> list[Entry]:
     """The proofs of a run, newest first; see `entry`."""
-    running = running_proof(run)
-    return [entry(run, proof, proof == running) for proof in proofs(run)]
+    running = PROOFS.running(run)
+    return [entry(run, proof, proof == running) for proof in PROOFS.of(run)]
 
 
 def newest(run: RunFolder) -> list[Entry]:
@@ -181,10 +181,10 @@ def newest(run: RunFolder) -> list[Entry]:
 
     If that has no verdict, the newest that has one follows.
     """
-    running = running_proof(run)
+    running = PROOFS.running(run)
     chosen = [entry(run, running, True)] if running else []
     for control in (False, True):
-        kind = [proof for proof in proofs(run) if proof != running and _is_control(proof) is control]
+        kind = [proof for proof in PROOFS.of(run) if proof != running and _is_control(proof) is control]
         ended = (entry(run, proof, False) for proof in kind)
         chosen += itertools.islice(ended, 1)
         if kind and not chosen[-1]["verdict"]:
@@ -319,7 +319,7 @@ def _progress(proof: ProofFolder, is_running: bool) -> Entry:
 
 def files(run: RunFolder, number: int) -> dict[str, str]:
     """The `Report` (Markdown) and the end of the `Output` of a proof; empty where a file is missing."""
-    proof = ProofFolder(run.path / FOLDER / str(number))
+    proof = ProofFolder(run.path / PROOFS.folder / str(number))
     report = read_span(proof.report / "report.md", 0, _MAX_TEXT_BYTES)[0]
     return {"Report": report.decode("utf-8", "replace"), "Output": _end_of_output(proof)}
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from playwright.sync_api import Browser, expect
 
-from app.runs.exports import exports
+from app.runs.exports import EXPORTS
 from tests.browser.conftest import TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
 from tests.launching import launch_well
 from trainers.run.folder import RunFolder
@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 def program_of(run: RunFolder) -> psutil.Process | None:
     """The program that exports, once it writes."""
-    process = exports(run)[0].process() if exports(run) else None
+    process = EXPORTS.of(run)[0].process() if EXPORTS.of(run) else None
     children = psutil.Process(process.pid).children() if process and list(run.path.glob(".export-merged.*")) else []
     return children[0] if children else None
 

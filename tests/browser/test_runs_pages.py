@@ -16,7 +16,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from app.runs.fixed_prompts import MOST_BYTES
-from app.runs.proofs import proofs
+from app.runs.proofs import PROOFS
 from app.sweep.record import SweepFolder, SweepRecord, SweepRun
 from app.sweep.space import Axis
 from tests.browser.conftest import SHAPES, TIMEOUT, Served, Tabs, axe, is_whole, screenshot, wait_for
@@ -585,7 +585,7 @@ def test_a_strategy_is_proved_while_the_server_restarts(new_page: Tabs, server: 
     page.get_by_role("button", name="Prove this strategy").click()
     progress = page.locator("#run-proof .ts-metered")
     expect(progress).to_contain_text("one process")
-    process = proofs(run)[0].process()
+    process = PROOFS.of(run)[0].process()
     assert process is not None
     os.killpg(process.pid, signal.SIGSTOP)  # it stands still while the server is away
     page.context.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.runs.proofs import running_proof
+from app.runs.proofs import PROOFS
 from app.services import proofs
 from tests import forked
 from tests.detached import SMALL, until
@@ -40,7 +40,7 @@ def test_a_proof_agrees_and_sees_a_known_fault(run: RunFolder) -> None:
 
         def has_ended(doings: set[str] = doings) -> bool:
             doings.add(proofs.newest(run)[0]["doing"].partition(",")[0])
-            return running_proof(run) is None
+            return PROOFS.running(run) is None
 
         until(has_ended)
         assert {"one process", "ddp"} <= doings, proof.output.read_text()
@@ -58,8 +58,8 @@ def test_a_proof_stops_when_it_is_told_to_and_leaves_no_process(run: RunFolder) 
     assert process is not None
     until(lambda: "step" in proofs.newest(run)[0]["doing"])
     proofs.stop(run)
-    assert proofs.newest(run)[0]["stopping"] or not running_proof(run)
-    until(lambda: not running_proof(run))
+    assert proofs.newest(run)[0]["stopping"] or not PROOFS.running(run)
+    until(lambda: not PROOFS.running(run))
     assert proofs.entries(run)[0]["sentence"] == "No verdict: it was stopped."
     assert not process.alive()
     assert not any(rank.alive() for rank in RunFolder(proof.report / "reference").processes())

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from app.launch import actions
-from app.runs.proofs import ProofFolder, lock_proofs, next_proof, proofs, running_proof
+from app.runs.proofs import PROOFS, ProofFolder
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import Process, RunFolder, write_json
@@ -33,7 +33,7 @@ def run() -> RunFolder:
 @pytest.fixture
 def holder(run: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
     """A process that inherited the lock of the proofs, as `prove` does."""
-    with lock_proofs(run) as lock:
+    with PROOFS.lock(run) as lock:
         words = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(100)"]
         process = subprocess.Popen(words, pass_fds=[lock.fileno()])
     yield process
@@ -42,32 +42,32 @@ def holder(run: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_the_newest_proof_runs_until_its_process_ends(run: RunFolder, holder: subprocess.Popen[bytes]) -> None:
-    assert running_proof(run) == ProofFolder(run.path / "proofs" / "2")
-    with pytest.raises(ConfigError, match="a proof of run a-run is running"), lock_proofs(run):
+    assert PROOFS.running(run) == ProofFolder(run.path / "proofs" / "2")
+    with pytest.raises(ConfigError, match="a proof of run a-run is running"), PROOFS.lock(run):
         pass
     holder.kill()
     holder.wait()
-    assert running_proof(run) is None
-    with lock_proofs(run):
-        assert running_proof(run) is not None
+    assert PROOFS.running(run) is None
+    with PROOFS.lock(run):
+        assert PROOFS.running(run) is not None
 
 
 def test_a_note_with_a_living_process_is_no_running_proof(run: RunFolder) -> None:
     """After a reboot, its pid may be another's."""
-    proof = proofs(run)[0]
+    proof = PROOFS.of(run)[0]
     proof.write_note({"host": os.uname().nodename, "processes": [Process.of("prove").as_json()]})
     assert proof.process() is not None
-    assert running_proof(run) is None
+    assert PROOFS.running(run) is None
 
 
 def test_readers_do_not_keep_a_proof_from_starting(run: RunFolder) -> None:
     """A reader takes the lock for a moment."""
-    with lock_proofs(run):
+    with PROOFS.lock(run):
         pass
-    reader = threading.Thread(target=lambda: [running_proof(run) for _ in range(3000)])
+    reader = threading.Thread(target=lambda: [PROOFS.running(run) for _ in range(3000)])
     reader.start()
     while reader.is_alive():
-        with lock_proofs(run):
+        with PROOFS.lock(run):
             pass
 
 
@@ -82,11 +82,11 @@ def test_a_run_that_is_being_proved_is_neither_renamed_nor_deleted(run: RunFolde
 
 
 def test_proofs_are_renamed_and_deleted_with_their_run(run: RunFolder) -> None:
-    with lock_proofs(run):
+    with PROOFS.lock(run):
         pass
-    (proofs(run)[0].path / "output.txt").write_text("x")
+    (PROOFS.of(run)[0].path / "output.txt").write_text("x")
     renamed = actions.rename(run, "other")
-    assert [proof.number for proof in proofs(renamed)] == [2, 1]
+    assert [proof.number for proof in PROOFS.of(renamed)] == [2, 1]
     actions.delete(renamed)
     assert not renamed.path.exists()
 
@@ -94,15 +94,15 @@ def test_proofs_are_renamed_and_deleted_with_their_run(run: RunFolder) -> None:
 def test_numbers_count_on_and_other_names_are_none(run: RunFolder) -> None:
     for name in ("10", "x", "-1", "1.5", "²", "9" * 10):
         (run.path / "proofs" / name).mkdir()
-    assert [proof.number for proof in proofs(run)] == [10, 2, 1]
-    assert next_proof(run).path == run.path / "proofs" / "11"
+    assert [proof.number for proof in PROOFS.of(run)] == [10, 2, 1]
+    assert PROOFS.following(run).path == run.path / "proofs" / "11"
     other = made_run(Path("runs"), "other")
-    assert (proofs(other), next_proof(other).number, running_proof(other)) == ([], 1, None)
+    assert (PROOFS.of(other), PROOFS.following(other).number, PROOFS.running(other)) == ([], 1, None)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "7", "{", "[" * 99_999, '{"x": 1}' + " " * (1 << 18), b"\xff"])
 def test_what_is_no_note_is_none(run: RunFolder, content: Any) -> None:
-    proof = proofs(run)[0]
+    proof = PROOFS.of(run)[0]
     for name in ("proof.json", "report/report.json"):
         (proof.path / name).parent.mkdir(exist_ok=True)
         (proof.path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -112,10 +112,10 @@ def test_what_is_no_note_is_none(run: RunFolder, content: Any) -> None:
 
 
 def test_links_and_pipes_are_not_opened(run: RunFolder, tmp_path: Path) -> None:
-    proof = proofs(run)[0]
+    proof = PROOFS.of(run)[0]
     write_json(tmp_path / "secret.json", {"secret": 1})
     (proof.path / "proof.json").symlink_to(tmp_path / "secret.json")
     proof.report.mkdir()
     os.mkfifo(proof.report / "report.json")
     os.mkfifo(run.path / "proofs" / ".lock")
-    assert (proof.note(), proof.document(), running_proof(run)) == ({}, {}, None)
+    assert (proof.note(), proof.document(), PROOFS.running(run)) == ({}, {}, None)

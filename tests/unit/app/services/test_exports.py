@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from app.launch import actions
-from app.runs.exports import ExportFolder, exports, lock_exports
+from app.runs.exports import EXPORTS, ExportFolder
 from app.services.exports import Wanted, newest, start, stop
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.gguf_types import LLAMA_CPP, offered_types
@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> RunFolder:
 
 def work(run: RunFolder, printed: str, **note: Any) -> ExportFolder:
     """The folder of an export."""
-    folder = ExportFolder(run.path / "exports" / str(len(exports(run)) + 1))
+    folder = ExportFolder(run.path / "exports" / str(len(EXPORTS.of(run)) + 1))
     folder.path.mkdir(parents=True)
     folder.output.write_text(printed, encoding="utf-8")
     own = {"target": str(run.path / "export-merged"), "options": ["--merged"], "host": os.uname().nodename}
@@ -74,7 +74,7 @@ def test_an_adapter_is_merged_for_gguf_files(
 
 def test_one_at_a_time_and_nothing_else_meanwhile(run: RunFolder) -> None:
     folder = work(run, "", processes=[Process.of("export").as_json()])
-    with lock_exports(run):
+    with EXPORTS.lock(run):
         entry = newest(run)
         assert entry is not None
         assert (entry["state"], entry["doing"], entry["stopping"]) == ("running", "reading the checkpoint", False)

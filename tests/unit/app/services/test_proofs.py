@@ -17,7 +17,7 @@ import yaml
 from app.cli import run_verb
 from app.launch import background_work
 from app.prove.plan import PROVE, make_plan
-from app.runs.proofs import proofs, running_proof
+from app.runs.proofs import PROOFS
 from app.services import proofs as service
 from tests.made_runs import add_proof, made_run, proof_document
 from trainers.config.mistakes import ConfigError
@@ -137,7 +137,7 @@ def test_a_proof_is_a_process_of_its_own_until_it_is_stopped(monkeypatch: pytest
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     run = made_run(Path("runs"), "a-run")
     proof = service.start(run, control=True)
-    assert running_proof(run) == proof
+    assert PROOFS.running(run) == proof
     process = proof.process()
     assert process is not None
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
@@ -154,13 +154,13 @@ def test_a_proof_is_a_process_of_its_own_until_it_is_stopped(monkeypatch: pytest
     with pytest.raises(ConfigError, match="a proof of run a-run is running"):
         service.start(run)
     service.stop(run)
-    until(lambda: running_proof(run) is None)
+    until(lambda: PROOFS.running(run) is None)
     assert not process.alive()
     (entry,) = service.entries(run)
     assert (entry["running"], entry["sentence"]) == (False, "No verdict: it was stopped.")
     with pytest.raises(ConfigError, match="no proof of run a-run is running"):
         service.stop(run)
-    assert [entry.number for entry in proofs(run)] == [1]
+    assert [entry.number for entry in PROOFS.of(run)] == [1]
 
 
 @pytest.mark.usefixtures("sleeper")
@@ -171,7 +171,7 @@ def test_a_killed_proof_is_not_running_and_the_next_one_starts() -> None:
     assert process is not None
     until(proof.output.read_text)
     os.killpg(process.pid, signal.SIGKILL)
-    until(lambda: running_proof(run) is None)
+    until(lambda: PROOFS.running(run) is None)
     assert service.newest(run)[0]["sentence"].startswith("No verdict: it ended early; its last line is: [")
     assert service.start(run).number == 2
     service.stop(run)
