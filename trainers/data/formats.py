@@ -80,6 +80,7 @@ class Document:
         variables: What the chat template gets besides the messages, such as `tools`.
         unused: Paths of unused fields of the row, such as `messages[].id`.
         optional: Path to key within a message, for fields that only some templates write.
+        size: Length in characters.
     """
 
     messages: tuple[Message, ...] = ()
@@ -94,12 +95,13 @@ class Document:
     variables: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = field(default=(), compare=False)
     optional: Mapping[str, str] = field(default_factory=dict, compare=False)
+    size: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        """Length in characters."""
+    def __post_init__(self) -> None:
         texts = len(self.prompt) + len(self.completion) + len(self.columns)
-        return texts + sum(len(message["content"]) for message in self.messages)
+        for message in self.messages:
+            texts += len(message["content"])
+        object.__setattr__(self, "size", texts)  # read for each of several limits
 
 
 def recognise(

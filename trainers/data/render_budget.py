@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 from trainers.config.mistakes import ConfigError
@@ -60,13 +61,19 @@ def cpu_time_limit(seconds: float) -> Iterator[None]:
         yield
         return
 
-    def stop(number: int, frame: Any) -> None:
-        raise TooLong
-
-    before = signal.signal(signal.SIGVTALRM, stop)
+    _handle_timer()
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
+
+
+@cache
+def _handle_timer() -> None:
+    """Has the timer's signal raise `TooLong` in this process, from now on: setting it for each row would be slow."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGVTALRM, stop)

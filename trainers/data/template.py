@@ -48,6 +48,11 @@ class Encoded:
     unused: tuple[str, ...] = ()
     unanswered: bool = False
 
+    @property
+    def trained(self) -> int:
+        """Number of trained tokens."""
+        return int(np.count_nonzero(self.mask))
+
 
 @dataclass(frozen=True)
 class EncoderOptions:

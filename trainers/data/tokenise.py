@@ -274,19 +274,19 @@ def fit(documents: list[Encoded], max_length: int, overlong: str, report: Report
     report.truncated += overlong == "truncate" and over and bool(trainable)
     report.dropped += not trainable
     report.tokens += tokens
-    report.trained_tokens += sum(int(document.mask.sum()) for piece in trainable for document in piece)
+    report.trained_tokens += sum(document.trained for piece in trainable for document in piece)
     report.cut_tokens += sum(len(document.input_ids) for document in documents) - tokens
     return trainable
 
 
 def _is_usable(document: Encoded) -> bool:
     """Whether a document has a trained token, or is to be answered."""
-    return document.unanswered or bool(document.mask.any())
+    return document.unanswered or document.trained > 0
 
 
 def _differ(documents: list[Encoded]) -> bool:
     """Whether no two documents of a row have the same tokens."""
-    return len({document.input_ids.tobytes() for document in documents}) == len(documents)
+    return len(documents) == 1 or len({document.input_ids.tobytes() for document in documents}) == len(documents)
 
 
 def _piece(encoded: Encoded, start: int, end: int) -> Encoded:
@@ -312,7 +312,7 @@ def _arrays(pieces: list[_Piece], number: int) -> dict[str, npt.NDArray[Any]]:
         "input_ids": np.concatenate([piece.input_ids for piece in documents]),
         "mask": np.concatenate([piece.mask for piece in documents]),
         "lengths": np.array([len(piece.input_ids) for piece in documents], dtype=np.int64),
-        "trained": np.array([piece.mask.sum() for piece in documents], dtype=np.int64),
+        "trained": np.array([piece.trained for piece in documents], dtype=np.int64),
         "files": np.full(len(documents), number, dtype=np.int32),
         "lines": np.array(lines, dtype=np.int64),
         "desirable": np.array([document.desirable for document in read], dtype=np.bool_),
