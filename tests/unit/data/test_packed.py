@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import zstandard
@@ -27,6 +28,8 @@ from trainers.data.stream import Stream, Window
 
 __all__ = ["hub"]  # a fixture
 ROWS = 300
+DAMAGED = ("[]", "{}", '{"size": 1}', '{"size": "1", "suffix": ".jsonl", "digest": ""}', "text",
+           '{"size": 1, "suffix": ".jsonl", "digest": "", "more": 1}')  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +174,24 @@ def test_what_is_not_read_from_its_beginning_on_is_unpacked(tmp_path: Path) -> N
     (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps(texts(5)).encode()))
     with pytest.raises(ConfigError, match=r"rows.json.gz is a .json file, which is read as a whole"):
         Stream(configured(str(tmp_path / "rows.json.gz"), tmp_path / "cache"))
+
+
+def test_what_an_earlier_start_found_is_read_again_if_it_was_damaged(tmp_path: Path) -> None:
+    path, times = tmp_path / "rows.jsonl.gz", list[int]()
+    path.write_bytes(gzip.compress(jsonl()))
+
+    def open_raw() -> BinaryIO:
+        times.append(1)
+        return path.open("rb")
+
+    def contents() -> packed.Contents:
+        return packed.contents_of(open_raw, path.name, path.name, [1], tmp_path)
+
+    first = contents()
+    assert contents() == first
+    assert len(times) == 1, "control: it is read once"
+    (index,) = (tmp_path / "sources").glob("*.packed.json")
+    for number, damaged in enumerate(DAMAGED, 2):
+        index.write_text(damaged)
+        assert contents() == first
+        assert len(times) == number
