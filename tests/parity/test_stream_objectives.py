@@ -15,6 +15,7 @@ from tests.parity import plain
 from tests.parity.checks import equal_after_resume
 from tests.parity.runs import HALF, config, curve, options, run
 from tests.parity.test_distill import teacher
+from tests.parity.test_grpo import grpo_options
 from tests.parity.test_kto import kto_options, plain_kto, write_rows
 from tests.parity.test_objectives import plain_dpo
 from tests.shared import once
@@ -61,6 +62,8 @@ def streamed(objective: str, **changes: Any) -> dict[str, Any]:
     """Options whose steps cross several windows, and the end of an epoch."""
     kind = objective if objective in ("distill", "grpo") else "pairs"
     own = {"teacher": str(teacher())} if objective == "distill" else {}
+    if objective == "grpo":  # a reward that differs between answers, so that weights change
+        own = {"reward_funcs": grpo_options()["reward_funcs"]}
     return {
         "objective": objective, "dataset_name": data(kind), "eval_dataset_name": "none", "max_eval_samples": None,
         "max_train_samples": None, "dataset_streaming": True, "streaming_window": 2 * ROWS_OF_A_SHARD,
@@ -108,8 +111,8 @@ def test_each_objective_is_the_same_on_one_rank_and_two_and_after_a_resume(objec
 
 def labelled(**changes: Any) -> dict[str, Any]:
     """KTO with its divergence, which windows of other pairs estimate in each epoch; rows hold several examples."""
-    own = streamed("dpo", dataset_name=data("labelled"), global_batch_size=4, packing=True)
-    kept = {name: own[name] for name in own if name not in ("learning_rate", "max_length", "overlong")}
+    own = streamed("dpo", dataset_name=data("labelled"), global_batch_size=4)
+    kept = {name: own[name] for name in own if name not in ("learning_rate", "max_length", "overlong", "packing")}
     return {**kto_options(), **kept, "objective": "kto", **changes}
 
 
