@@ -21,8 +21,9 @@ import torch
 
 from trainers.data.local_copies import cache_dir
 from trainers.data.rows import Rows
+from trainers.data.stream import Window
 from trainers.data.stream_plan import StreamPlan
-from trainers.data.stream_rows import StreamedRows
+from trainers.data.stream_rows import References, StreamedRows
 from trainers.evaluation import reference_log_probs
 from trainers.monitor.heartbeat import LONG_LIMIT
 from trainers.run.compatibility import PLACES, versions
@@ -98,32 +99,51 @@ def _set_of_stream(
 ) -> None:
     """Sets the values of all rows of a stream that the run reads, window after window.
 
-    A checkpoint holds them as `[documents]`, and as `[shards, 2]` the number of each shard and its documents.
+    A checkpoint holds them as `[documents]`, and as `[shards, 2]` the number of each shard and its documents. Of
+    mismatched documents, which each window pairs anew, it is `[windows, 3]`: epoch, number and documents of the window.
     """
     name, began = f"reference.{stream.stream.fingerprint[:16]}", time.perf_counter()
-    names = (name, f"{name}.shards")
-    if folder and not {*names} <= saved.keys():
+    names = [(name, f"{name}.shards")]
+    names += [(f"{name}.mismatched", f"{name}.windows")] * context.config.objective_spec.mismatched
+    if folder and not {part for pair in names for part in pair} <= saved.keys():
         raise _unknown(folder, "dataset_name")
     known = saved if folder else context.checkpoints.extra  # two sources of a mix may read the same shards
-    parts = dict[int, torch.Tensor]()
-    if name in known:
-        of_shards, documents = known[names[1]].T.tolist()
-        parts = dict(zip(of_shards, known[name].split(documents), strict=True))
+    parts = _parts_of(known, name, f"{name}.shards")
+    mismatched = _parts_of(known, f"{name}.mismatched", f"{name}.windows")
     if not folder:
         beat = partial(context.heartbeat.at, step=0)
+
+        def computed(rows: Rows) -> torch.Tensor:
+            size = context.config.per_device_eval_batch_size
+            return reference_log_probs(rows, context.backend, context.mesh, context.ranks, size, beat)
+
         for window, rows in stream.windows(context.ranks, partial(beat, "data")):
-            if not {*window.shards} <= parts.keys():
-                values = reference_log_probs(
-                    rows, context.backend, context.mesh, context.ranks, context.config.per_device_eval_batch_size, beat
-                )
-                computed = zip(window.shards, values.split(np.diff(window.bounds).tolist()), strict=True)
-                parts = {**dict(computed), **parts}  # the first values of a shard stay
+            if not {(shard,) for shard in window.shards} <= parts.keys():
+                values = computed(rows).split(np.diff(window.bounds).tolist())
+                for shard, part in zip(window.shards, values, strict=True):
+                    parts.setdefault((shard,), part)  # the first values of a shard stay
+            if rows.mismatched is not None and window.window not in mismatched:
+                mismatched[window.window] = computed(rows.mismatched)
         if context.ranks.is_main:
-            count, seconds = sum(map(len, parts.values())), time.perf_counter() - began
+            count, seconds = sum(map(len, (*parts.values(), *mismatched.values()))), time.perf_counter() - began
             print(f"log-probabilities of {count:,} streamed documents under the initial model: {seconds:.1f} s")
-    context.checkpoints.extra[name] = torch.cat(list(parts.values()))
-    context.checkpoints.extra[names[1]] = torch.tensor([[shard, len(values)] for shard, values in parts.items()])
-    stream.set_references({shard: values.numpy() for shard, values in parts.items()})
+    for (of_values, of_keys), own in zip(names, (parts, mismatched), strict=False):
+        context.checkpoints.extra[of_values] = torch.cat(list(own.values()))
+        context.checkpoints.extra[of_keys] = torch.tensor([[*key, len(values)] for key, values in own.items()])
+    stream.set_references(
+        References(
+            {shard: values.numpy() for (shard,), values in parts.items()},
+            {Window(*key): values.numpy() for key, values in mismatched.items()},
+        )
+    )
+
+
+def _parts_of(tensors: dict[str, torch.Tensor], of_values: str, of_keys: str) -> dict[tuple[int, ...], torch.Tensor]:
+    """`[documents]` values by what a checkpoint has them of; none if it has none."""
+    if of_values not in tensors:
+        return {}
+    *keys, documents = tensors[of_keys].T.tolist()
+    return dict(zip(zip(*keys, strict=True), tensors[of_values].split(documents), strict=True))
 
 
 def _computed(context: TrainContext, strategy: Strategy, rows: Rows) -> torch.Tensor:

@@ -15,10 +15,11 @@ LANGUAGE_HEADERS = ("language", "documents", "share", "trained tokens", "share o
 def source_rows(statistics: dict[str, Any]) -> list[list[str]]:
     """The sources of a mix as rows of a table with `SOURCE_HEADERS`, and their sum."""
     counts = ("rows", "documents", "tokens", "trained_tokens", "training_rows")
+    about = "about " * any(source["streamed"] for source in statistics["sources"])
     table = [
         [
-            source["name"], *(f"{source[name]:,}" for name in counts), f"{source['share']:.1%}",
-            f"{source['token_share']:.1%}", f"{source['passes']:.2f}",
+            source["name"] + " (first window)" * source["streamed"], *(f"{source[name]:,}" for name in counts),
+            f"{source['share']:.1%}", f"{source['token_share']:.1%}", f"{about}{source['passes']:.2f}",
         ]
         for source in statistics["sources"]
     ]  # fmt: skip

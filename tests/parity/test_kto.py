@@ -74,17 +74,18 @@ def plain_kto(settings: TrainConfig, wrong: str = "") -> plain.Curve:
         settings: options of the run.
         wrong: control: `labels` are the other way round, or the divergence is one of each `example`.
     """
-    references = dict[tuple[bool, int], torch.Tensor]()
+    references = dict[bytes, torch.Tensor]()
 
     def mean_loss(plan: TrainPlan, model: nn.Module, initial: nn.Module, members: np.ndarray) -> torch.Tensor:
         def ratio(member: int, mismatched: bool) -> torch.Tensor:
             assert plan.rows.mismatched is not None
             rows = plan.rows.mismatched if mismatched else plan.rows
             document = rows.documents.document(member)
-            if (mismatched, member) not in references:
+            key = b"".join(part.tobytes() for part in document)  # in a stream, each batch has numbers of its own
+            if key not in references:
                 with torch.no_grad():
-                    references[mismatched, member] = log_prob(initial, *document)
-            return log_prob(model, *document) - references[mismatched, member]
+                    references[key] = log_prob(initial, *document)
+            return log_prob(model, *document) - references[key]
 
         with torch.no_grad():
             divergences = torch.stack([ratio(member, True) for member in members.tolist()])

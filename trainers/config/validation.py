@@ -252,8 +252,6 @@ def _mix_conflicts(config: TrainConfig) -> list[Mistake]:
         (config.max_train_samples is not None,
          "max_train_samples", config.max_train_samples, "with a mix, whose sources are cut each by itself",
          "give sources a `limit` in the mix"),
-        (config.objective_spec.samples and config.recorded_answers is not None,
-         "recorded_answers", config.recorded_answers, "with a mix", "name the data with dataset_name"),
         (config.teacher_log_probs is not None,
          "teacher_log_probs", config.teacher_log_probs, "with a mix, whose rows are not those that were recorded",
          "use teacher, or dataset_name"),
@@ -270,15 +268,9 @@ def _streaming_conflicts(config: TrainConfig) -> list[Mistake]:
         (config.eval_share > 0 and config.max_eval_samples is None,
          "with eval_share needs max_eval_samples: the rows held out of a stream are as many as it is large",
          "set it, or eval_dataset_name"),
-        (config.objective_spec.mismatched,
-         f"with objective={config.objective}, which compares with answers of examples from all over the data",
-         "use loss_type=apo_zero_unpaired" if config.objective == "kto" else "name another objective"),
         (config.teacher_log_probs is not None,
-         "with teacher_log_probs, which were recorded by the number of a row in data that is read in full",
+         "with teacher_log_probs: recorded predictions take many times the disk of the tokens that a stream saves",
          "use teacher"),
-        (config.objective_spec.samples and config.recorded_answers is not None,
-         "with recorded_answers, which were recorded by the number of a row in data that is read in full",
-         "leave one of them out"),
     ]  # fmt: skip
     return [Mistake("dataset_streaming", True, problem, remedy) for applies, problem, remedy in rules if applies]
 

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from fsspec.compression import compr
 
@@ -101,6 +101,24 @@ def _is_hidden(name: str) -> bool:
     return name.startswith("__MACOSX/") or PurePath(name).name.startswith(".")
 
 
+class _Member(tarfile.TarInfo):
+    """A file in a tar; `tarfile` itself takes a header that is cut or damaged for the end of the tar."""
+
+    @classmethod
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
+        """The next file.
+
+        Raises:
+            tarfile.ReadError: if the tar ends without its end marker.
+        """
+        try:
+            return super().fromtarfile(tar)
+        except tarfile.HeaderError as error:
+            if not tar.offset or isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
+                raise
+            raise tarfile.ReadError(f"{error} after {tar.offset:,} bytes: it was cut or damaged") from None
+
+
 def lines_of_tar(content: Content) -> Iterator[bytes]:
     """The rows of a tar of WebDataset as lines of JSON.
 
@@ -113,7 +131,7 @@ def lines_of_tar(content: Content) -> Iterator[bytes]:
     row: dict[str, Any] = {}
     current, rows, texts = None, 0, False
     try:
-        with tarfile.open(fileobj=content, mode="r|") as tar:  # type: ignore[call-overload]
+        with tarfile.open(fileobj=content, mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
             for member in tar:
                 key, _, field = _key_and_field(member.name)
                 if not member.isfile() or not field:

@@ -196,14 +196,18 @@ def _known(index: Path) -> Copy | None:
 
 
 def _store(workplace: Path, suffix: str, pieces: Iterable[bytes]) -> Copy:
-    """Writes a copy, and publishes it beside the workplace under its final name once it is complete."""
+    """Writes a copy, and publishes it beside the workplace under its final name once it is complete.
+
+    An equal one stays as it is: another process may be streaming it, and watches for changes.
+    """
     digest = hashlib.sha256()
     with (workplace / "copy").open("wb") as target:
         for piece in pieces:
             digest.update(piece)
             target.write(piece)
     path = workplace.with_name(f"{workplace.stem}-{digest.hexdigest()[:32]}{suffix}")
-    (workplace / "copy").replace(path)
+    if not path.is_file() or path.stat().st_size != (workplace / "copy").stat().st_size:
+        (workplace / "copy").replace(path)
     return Copy(str(path), suffix, digest.hexdigest())
 
 

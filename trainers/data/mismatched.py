@@ -3,7 +3,7 @@
 Which answer a prompt gets depends on the data set alone, and each answer is taken once. So the log-probabilities under
 the initial model can be computed once, before the first step, and are the same under every strategy, batch size and
 seed. Examples side by side in the data often share a prompt, and a step has too few examples to choose from if rows are
-long: answers rotate by one along a permutation of the full data set. Imports no torch.
+long: answers rotate by one along a permutation of the full data set; in a stream, of the window. Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Mismatched:
         if count < 2:
             raise ConfigError(
                 f"{base.where(0)}: objective=kto compares with the answers of other examples, and this is the only "
-                "one; add data, or use loss_type=apo_zero_unpaired"
+                "one (of its window, if streamed); add data, raise streaming_window, or use "
+                "loss_type=apo_zero_unpaired"
             )
         self.base = base
         order = np.random.Generator(np.random.PCG64(_SEED)).permutation(count)

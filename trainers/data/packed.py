@@ -55,8 +55,8 @@ def contents_of(open_raw: OpenRaw, name: str, display_name: str, version: list[A
         OSError: If it cannot be read, or the cache folder not be written to.
     """
     index = cache / "sources" / f"{hashlib.sha256(json.dumps(version).encode()).hexdigest()[:32]}.packed.json"
-    if (known := read_json(index)) is not None:
-        return Contents(**known)
+    if (known := _known(index)) is not None:
+        return known
     say(f"reading {display_name} once, as it is compressed")
     digest, size, end, suffix = hashlib.sha256(), 0, 0, ""
     with ExitStack() as stack:
@@ -71,6 +71,15 @@ def contents_of(open_raw: OpenRaw, name: str, display_name: str, version: list[A
     index.parent.mkdir(parents=True, exist_ok=True)
     write_json(index, asdict(contents))
     return contents
+
+
+def _known(index: Path) -> Contents | None:
+    """What an earlier start found in a file; None if it was not read, or the index is damaged or of another version."""
+    values = read_json(index) or {}
+    types = {name: type(value) for name, value in values.items()}
+    if types != {"size": int, "suffix": str, "digest": str}:
+        return None
+    return Contents(**values)
 
 
 def _pieces(open_raw: OpenRaw, name: str, display_name: str, stack: ExitStack) -> tuple[str, Iterator[bytes]]:

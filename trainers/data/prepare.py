@@ -30,6 +30,7 @@ from trainers.data.remote import files_in_place
 from trainers.data.report import Report
 from trainers.data.rollouts import refuse_missing_columns
 from trainers.data.stream import Stream, Window, stream_lines
+from trainers.data.stream_rows import position_in
 from trainers.data.tokenizer import load_tokenizer
 from trainers.run.compatibility import checkpoint_to_resume
 from trainers.run.manifest import read_manifest
@@ -117,7 +118,8 @@ def _resumed_windows(config: TrainConfig, sources: int) -> list[Window]:
         return first
     try:
         positions = read_manifest(folder)["progress"]["stream"]
-        windows = [Window(saved["epoch"], saved["window"]) if saved else Window(0, 0) for saved in positions]
+        known = [position_in(saved) for saved in positions]
+        windows = [Window(0, 0) if position is None else position.window for position in known]
     except (OSError, ValueError, KeyError, TypeError):  # the ranks report what is wrong with it
         return first
     return windows if len(windows) == sources else first

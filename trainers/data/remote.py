@@ -41,10 +41,14 @@ _WAITS = (1.0, 4.0, 16.0)
 def files_in_place(config: TrainConfig) -> tuple[list[DataFile], list[str]]:
     """The files of the training data, of which none is downloaded, and those left out, each with the reason.
 
+    A query's answer is a local copy.
+
     Raises:
         ConfigError: if the data does not exist or cannot be listed.
     """
     name, option = str(config.dataset_name), "dataset_name"
+    if config.dataset_query is not None:  # a database has no version and sends no ranges: its answer is copied
+        return resolve(config, "train"), []
     if is_url(name):
         return _files_at(name, config.dataset_split, option, cache_dir(config))
     if name != EMBEDDED and not os.path.lexists(Path(name).expanduser()) and looks_like_hub_id(name):

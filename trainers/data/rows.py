@@ -12,8 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from trainers.config.objectives import OBJECTIVES, ObjectiveSpec
-from trainers.data.cache import TokenSet
-from trainers.data.gathered import GatheredSet, Piece
+from trainers.data.gathered import GatheredDocuments, GatheredSet, Piece
 from trainers.data.joined import JoinedSet
 from trainers.data.layout import (
     FULL_SEQUENCE,
@@ -93,8 +92,8 @@ class Rows:
         self.fixed_length = max_length if fixed_length else None
         self.reference: np.ndarray | None = None
         gathered = documents if isinstance(documents, GatheredSet) else None
-        if gathered is not None:
-            self.reference = gathered.reference
+        if isinstance(documents, GatheredDocuments):
+            self.reference = documents.reference
         self.splits_loss = False
         self.noise: NoiseRule | None = None
         self._filler: int | None = None
@@ -248,10 +247,13 @@ class Rows:
 
     def piece(self, rows: np.ndarray) -> Piece:
         """The documents of several rows; at least one row."""
-        assert isinstance(self.documents, TokenSet)
-        members = self.members_of(rows)
+        members, mismatched = self.members_of(rows), None
         counts = self.offsets[rows + 1] - self.offsets[rows]
-        return Piece(self.documents, members, counts, None if self.reference is None else self.reference[members])
+        if (other := self.mismatched) is not None:
+            values = None if other.reference is None else other.reference[members]
+            mismatched = Piece(other.documents, members, counts, values)
+        reference = None if self.reference is None else self.reference[members]
+        return Piece(self.documents, members, counts, reference, mismatched)
 
     def _scored(
         self,

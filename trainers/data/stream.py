@@ -129,10 +129,14 @@ class Stream:
 
     def _known_plan(self) -> tuple[list[TokenizeTask], int] | None:
         """What `_planned` found before."""
-        known = read_json(self.folder / _PLAN)
-        if not isinstance(known, dict):
+        sealed = read_json(self.folder / _PLAN) or {}
+        try:
+            known = sealed["plan"]
+            if sealed["sha256"] != _sha256([known]):  # damaged: it is made anew
+                return None
+            return [self._of_today(TokenizeTask.from_json(values)) for values in known["tasks"]], known["left_out"]
+        except (KeyError, TypeError, ValueError, IndexError):
             return None
-        return [self._of_today(TokenizeTask.from_json(values)) for values in known["tasks"]], known["left_out"]
 
     def _planned(self) -> tuple[list[TokenizeTask], int]:
         """A task for each shard, and how many rows `max_train_samples` leaves out; all files are read once for it."""
@@ -151,7 +155,8 @@ class Stream:
         if limit is not None and self.config.eval_share:
             tasks = self._first_of_side(tasks, limit)
         left_out = rows - sum(task.shards[0][0].rows for task in tasks)
-        write_json(self.folder / _PLAN, {"tasks": [task.to_json() for task in tasks], "left_out": left_out})
+        known = {"tasks": [task.to_json() for task in tasks], "left_out": left_out}
+        write_json(self.folder / _PLAN, {"sha256": _sha256([known]), "plan": known})
         return tasks, left_out
 
     def _first_of_side(self, tasks: list[TokenizeTask], limit: int) -> list[TokenizeTask]:
@@ -425,6 +430,18 @@ def streams_of(documents: TokenSet) -> list[Stream]:
     return [part.stream for part in parts if isinstance(part, WindowSet)]
 
 
+def rows_of_epoch(documents: TokenSet, rows: int) -> int:
+    """Rows of an epoch of a source; of a stream, an estimate by the window that was read.
+
+    Args:
+        documents: its documents, of a stream those of a window.
+        rows: training rows that they make.
+    """
+    if not isinstance(documents, WindowSet):
+        return rows
+    return max(round(rows * documents.stream.rows / documents.stream.rows_in(documents.window)), 1)
+
+
 def stream_lines(documents: TokenSet) -> list[str]:
     """The lines that a run prints about its streams; none for other data."""
     streams, lines = streams_of(documents), list[str]()
@@ -437,6 +454,8 @@ def stream_lines(documents: TokenSet) -> list[str]:
             f"{config.streaming_window:,} rows or a little more, which are tokenized ahead and take at most "
             f"{config.streaming_cache:,} MiB on disk" + " with those of the other streams" * (len(streams) > 1)
         )
+        if config.dataset_query is not None:
+            lines.append("the answer to dataset_query is on disk in full: a database is not read in parts")
         if packed := sum(file.content_size is not None for file in stream.files):
             lines.append(f"{packed:,} of its files are compressed: each shard is read from the beginning of its file")
     if streams:

@@ -24,8 +24,9 @@ from trainers.data.gathered import GatheredSet
 from trainers.data.mix import MixedSet, Passes, SourceOrder
 from trainers.data.rollouts import refuse_missing_columns, refuse_other_columns
 from trainers.data.rows import Rows
-from trainers.data.stream import Window, WindowSet
+from trainers.data.stream import Window, WindowSet, rows_of_epoch
 from trainers.data.stream_rows import HeldRows, SourceRows, StreamedRows
+from trainers.run.errors import TrainingError
 
 
 class StreamPlan(TrainPlan):
@@ -61,11 +62,9 @@ class StreamPlan(TrainPlan):
                 order = partial(_in_window, config, None if self.mix is None else number)
                 ends = stops[number], pauses[number]
                 self.sources.append(StreamedRows(part, of_part, make_rows, order, *ends, self._check, pool))
-                share_read = part.stream.rows_in(part.window) / part.stream.rows
-                self._estimates.append(max(round(len(of_part) / share_read), 1))
             else:
                 self.sources.append(HeldRows(of_part, Passes(number, len(of_part), config.seed)))
-                self._estimates.append(len(of_part))
+            self._estimates.append(rows_of_epoch(part, len(of_part)))
         is_start = all(part.window == (0, 0) for part in parts if isinstance(part, WindowSet))
         self._least_rows = 0 if is_start else config.global_batch_size
         super().__init__(rows, config, data_parallel_size)
@@ -162,10 +161,18 @@ class StreamPlan(TrainPlan):
         return [source.position(row) for source, row in self._each(step)]
 
     def restore(self, step: int, position: list[dict[str, int]]) -> None:
-        """Goes on from a checkpoint of `step`; without a position, from the beginning of the streams."""
+        """Goes on from a checkpoint of `step`; without a position, from the beginning of the streams.
+
+        Raises:
+            TrainingError: if the position is in other sources, or of another format.
+        """
+        if position and len(position) != len(self.sources):
+            raise TrainingError(
+                f"the checkpoint has positions in {len(position)} sources, and this run has {len(self.sources)}; "
+                "restore the data, or start a new run from its weights (from_run)"
+            )
         for (source, row), own in zip(self._each(step), position, strict=False):
-            if own:
-                source.restore(row, own)
+            source.restore(row, own)
 
 
 def _in_window(config: TrainConfig, source: int | None, rows: Rows, window: Window) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from threading import Lock
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -82,6 +82,19 @@ class HeldRows:
 
 
 @dataclass(frozen=True)
+class References:
+    """Log-probabilities under the initial model of what a run reads of a stream.
+
+    Attributes:
+        shards: `[documents]` fp32 of each shard.
+        windows: `[documents]` fp32 of the mismatched documents of each window, which its documents make together.
+    """
+
+    shards: Mapping[int, np.ndarray]
+    windows: Mapping[Window, np.ndarray]
+
+
+@dataclass(frozen=True)
 class _Read:
     """A window that is tokenised and packed.
 
@@ -101,6 +114,23 @@ class _Start(NamedTuple):
 
     rows: int
     tokens: int
+
+
+class Position(NamedTuple):
+    """The window that a run has come to, how many rows of it were trained, and the tokens before it."""
+
+    window: Window
+    rows: int
+    tokens: int
+
+
+def position_in(saved: Any) -> Position | None:
+    """The position that a checkpoint holds; None if it is of another format."""
+    if not isinstance(saved, dict) or saved.keys() != {"epoch", "window", "rows", "tokens"}:
+        return None
+    if not all(type(value) is int and value >= 0 for value in saved.values()):
+        return None
+    return Position(Window(saved["epoch"], saved["window"]), saved["rows"], saved["tokens"])
 
 
 class StreamedRows:
@@ -130,7 +160,7 @@ class StreamedRows:
         begin = Window(0, 0)
         self._starts = {begin: _Start(0, 0)}
         self._agreed, self._agreed_rows = begin, 0
-        self._references: Mapping[int, np.ndarray] | None = None
+        self._references: References | None = None
         ready = Future[_Read]()
         ready.set_result(_Read(rows, order(rows, first.window), first))
         self._read = {first.window: ready}
@@ -139,14 +169,17 @@ class StreamedRows:
         documents = self.stream.open(window)
         self._check(documents)
         rows = self._make_rows(documents)
-        if self._references is not None:
-            if missing := {*documents.shards} - self._references.keys():
+        if (known := self._references) is not None:
+            of_shards, of_window = [*map(known.shards.get, documents.shards)], known.windows.get(window)
+            if any(part is None for part in of_shards) or (rows.mismatched is not None and of_window is None):
                 raise TrainingError(
-                    f"shard {min(missing)} of {self.stream.label} has no log-probabilities under the initial model: "
-                    "they were computed of the rows that max_steps was to read at the start; restore it, or start "
-                    "anew"
+                    f"window {window.number + 1} of epoch {window.epoch + 1} of {self.stream.label} has no "
+                    "log-probabilities under the initial model: they were computed of the rows that max_steps was to "
+                    "read at the start; restore it, or start anew"
                 )
-            rows.reference = np.concatenate([self._references[shard] for shard in documents.shards])
+            rows.reference = np.concatenate([part for part in of_shards if part is not None])
+            if rows.mismatched is not None:
+                rows.mismatched.reference = of_window
         return _Read(rows, self._order(rows, window), documents)
 
     def windows(self, ranks: Collective, beat: Callable[[], None]) -> Iterator[tuple[WindowSet, Rows]]:
@@ -158,8 +191,8 @@ class StreamedRows:
             yield read.documents, read.rows
             window = self.stream.after(window)
 
-    def set_references(self, references: Mapping[int, np.ndarray]) -> None:
-        """Sets the log-probability `[documents]` of each document under the initial model, by shard."""
+    def set_references(self, references: References) -> None:
+        """Sets the log-probabilities under the initial model."""
         with self._lock:
             self._references, self._read = references, {}
 
@@ -270,17 +303,24 @@ class StreamedRows:
         """Goes on from a checkpoint at `row`.
 
         Raises:
-            TrainingError: if the stream has no such window.
+            TrainingError: if the stream has no such window, or the position is of another format.
         """
-        window = Window(position["epoch"], position["window"])
+        if not position:  # the source was held in full, or the checkpoint is of a run without streams
+            return
+        if (known := position_in(position)) is None:
+            raise TrainingError(
+                f"the checkpoint's position in {self.stream.label} is of another format: {str(position)[:200]}; resume "
+                "with the version of Tunesmith that wrote it, or start a new run from its weights (from_run)"
+            )
+        window = known.window
         if window.number >= len(self.stream.windows(window.epoch)):
             raise TrainingError(
                 f"the checkpoint is in window {window.number + 1} of epoch {window.epoch + 1}, which has "
                 f"{len(self.stream.windows(window.epoch))} now; restore streaming_window and the data, or start anew"
             )
-        start = row - position["rows"]
+        start = row - known.rows
         with self._lock:
-            self._starts = {window: _Start(start, position["tokens"])}
+            self._starts = {window: _Start(start, known.tokens)}
             self._agreed, self._agreed_rows = window, start
             self._read = {known: reading for known, reading in self._read.items() if known == window}
 

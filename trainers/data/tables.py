@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainers.data.mix import MixedSet, MixOrder
+from trainers.data.stream import WindowSet, rows_of_epoch
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -26,9 +27,12 @@ def source_table(
     Returns:
         Of each source its `name` and `dataset`; its `rows` as read, `documents`, `tokens`, `trained_tokens`, `bad`,
         `held_out` and `left_out` rows; its `training_rows`, packed or one per example; `share` of the training rows
-        that are read, `token_share` of their tokens, and how many `passes` over the source an epoch makes.
+        that are read, `token_share` of their tokens, and how many `passes` over the source an epoch makes. Of a source
+        that is `streamed`, the counts are those of its first window, and all `passes` an estimate by it.
     """
     order = MixOrder(bounds, documents.mix, 0)
+    available = list(map(rows_of_epoch, documents.parts, order.rows))
+    epoch_rows = order.rows_of_epoch(available, documents.mix.stopping_strategy)
     shares = np.array(order.shares) / order.period
     tokens = shares * [row_tokens[start:end].mean() for start, end in pairwise(bounds.tolist())]
     table = []
@@ -43,7 +47,8 @@ def source_table(
                 "training_rows": order.rows[number],
                 "share": float(shares[number]),
                 "token_share": float(tokens[number] / tokens.sum()),
-                "passes": float(shares[number] * order.epoch_rows / order.rows[number]),
+                "passes": float(shares[number] * epoch_rows / available[number]),
+                "streamed": isinstance(part, WindowSet),
             }
         )
     return table

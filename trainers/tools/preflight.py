@@ -23,6 +23,7 @@ from trainers.config.options import TrainConfig
 from trainers.config.teacher import teacher_config
 from trainers.data.batches import TrainPlan
 from trainers.data.fill_cache import Split
+from trainers.data.gathered import GatheredSet
 from trainers.data.layout import FULL_SEQUENCE, SequenceShard
 from trainers.data.local_copies import cache_dir
 from trainers.data.mismatched import Mismatched
@@ -30,7 +31,7 @@ from trainers.data.noise import NoiseRule
 from trainers.data.padding import check_last_tokens
 from trainers.data.prepare import TokenSet, prepare_splits, report_lines
 from trainers.data.rollouts import check_prompts, prompts_to_answer, refuse_cut_rows, refuse_other_columns
-from trainers.data.rows import Rows
+from trainers.data.rows import Documents, Rows
 from trainers.data.stream import streams_of
 from trainers.data.stream_plan import StreamPlan
 from trainers.data.teacher_file import check_teacher_file, open_teacher_file
@@ -157,7 +158,7 @@ def make_rows(
     if spec.samples:  # a row is a prompt; its answers are packed once they are sampled
         check_prompts(config, documents)
         return Rows(documents, config.row_tokens, packing=False, shard=shard, objective=spec)
-    mismatched = Rows(Mismatched(documents), *layout) if spec.mismatched else None
+    mismatched = Rows(_mismatched(documents), *layout) if spec.mismatched else None
     recorded = spec.teacher and config.teacher_log_probs is not None
     teacher = open_teacher_file(config, split, documents) if recorded else None
     rows = Rows(
@@ -168,6 +169,11 @@ def make_rows(
         rows.noise = NoiseRule(config.neftune_noise_alpha, config.seed)
     rows.splits_loss = split == "train" and rows.mix is not None and spec.name == "sft"
     return rows
+
+
+def _mismatched(documents: TokenSet) -> Documents:
+    """The mismatched documents; those of a batch were paired when its windows were opened."""
+    return documents.mismatched if isinstance(documents, GatheredSet) else Mismatched(documents)
 
 
 def _columns(spec: ObjectiveSpec, documents: TokenSet) -> dict[str, np.ndarray]:

@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import zstandard
@@ -21,12 +22,14 @@ from tests.unit.data.test_remote import configured, hub, url_of
 from tests.unit.data.test_stream import texts
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.data import packed, stream
+from trainers.data import archives, packed, stream
 from trainers.data.prepare import prepare
 from trainers.data.stream import Stream, Window
 
 __all__ = ["hub"]  # a fixture
 ROWS = 300
+DAMAGED = ("[]", "{}", '{"size": 1}', '{"size": "1", "suffix": ".jsonl", "digest": ""}', "text",
+           '{"size": 1, "suffix": ".jsonl", "digest": "", "more": 1}')  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +174,47 @@ def test_what_is_not_read_from_its_beginning_on_is_unpacked(tmp_path: Path) -> N
     (tmp_path / "rows.json.gz").write_bytes(gzip.compress(json.dumps(texts(5)).encode()))
     with pytest.raises(ConfigError, match=r"rows.json.gz is a .json file, which is read as a whole"):
         Stream(configured(str(tmp_path / "rows.json.gz"), tmp_path / "cache"))
+
+
+def test_what_an_earlier_start_found_is_read_again_if_it_was_damaged(tmp_path: Path) -> None:
+    path, times = tmp_path / "rows.jsonl.gz", list[int]()
+    path.write_bytes(gzip.compress(jsonl()))
+
+    def open_raw() -> BinaryIO:
+        times.append(1)
+        return path.open("rb")
+
+    def contents() -> packed.Contents:
+        return packed.contents_of(open_raw, path.name, path.name, [1], tmp_path)
+
+    first = contents()
+    assert contents() == first
+    assert len(times) == 1, "control: it is read once"
+    (index,) = (tmp_path / "sources").glob("*.packed.json")
+    for number, damaged in enumerate(DAMAGED, 2):
+        index.write_text(damaged)
+        assert contents() == first
+        assert len(times) == number
+
+
+def test_a_tar_that_was_cut_or_damaged_is_refused(tmp_path: Path) -> None:
+    """Wherever it was: none of its rows is lost in silence."""
+    path = tmp_path / "rows.tar"
+    with tarfile.open(path, "w") as tar:
+        for number in range(4):
+            for suffix, content in ((".txt", b"a row"), (".png", b"\0" * 700)):
+                member = tarfile.TarInfo(f"{number}{suffix}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    intact, of_row = path.read_bytes(), 512 + 512 + 512 + 1024
+
+    def read(content: bytes) -> list[bytes]:
+        with archives.Content(io.BytesIO(content), path.name, path.name) as opened:
+            return list(archives.lines_of_tar(opened))
+
+    assert len(read(intact)) == len(read(intact[: 4 * of_row + 512])) == 4, "control: of the end, a block is enough"
+    for end in (2 * of_row, 2 * of_row + 100, 2 * of_row + 512, 2 * of_row + 1024, 2 * of_row + 1600, 4 * of_row):
+        with pytest.raises(ConfigError, match=r"rows.tar as a tar: .*; pack it again"):
+            read(intact[:end])
+    with pytest.raises(ConfigError, match=r"bad checksum.* after 2,560 bytes: it was cut or damaged"):
+        read(intact[:of_row] + b"x" + intact[of_row + 1 :])

@@ -19,6 +19,7 @@ from app.services.data import DataJob, close_data, data_job, known_rows, start_s
 from tests.unit.tools.test_data_preview import until
 from trainers.config.options import TrainConfig
 from trainers.config.validation import build
+from trainers.data import stream
 from trainers.data.batches import TrainPlan
 from trainers.data.prepare import prepare
 from trainers.data.tables import QUANTILES, length_table
@@ -73,6 +74,24 @@ def test_the_shares_and_passes_of_each_source_are_those_of_a_run(tmp_path: Path,
     assert statistics["tokens"] == sum(source["tokens"] for source in statistics["sources"])
     assert sum(source["held_out"] for source in statistics["sources"]) == statistics["held_out"] > 0
     assert (max(source["passes"] for source in statistics["sources"]) > 1) == (strategy == "all_exhausted"), "control"
+
+
+def test_passes_over_a_stream_are_estimated_by_its_first_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """About those of the same mix in full; not those over the window, which are many times as many."""
+    monkeypatch.setattr(stream, "SHARD_BYTES", 400)
+    mix = a_mix(tmp_path, "all_exhausted")
+    config = config_of(tmp_path, mix=mix, packing=False, max_steps=5, streaming_window=20)
+    full, streamed = (Preview(own).statistics()["sources"]
+                      for own in (config, config.model_copy(update={"dataset_streaming": True})))  # fmt: skip
+    assert [source["streamed"] for source in (*full, *streamed)] == [False, False, True, True]
+    for source, known in zip(streamed, full, strict=True):
+        assert source["passes"] == pytest.approx(known["passes"], rel=0.2)
+    assert sum(source["rows"] for source in streamed) < sum(source["rows"] for source in full), "control"
+    table = source_rows(Preview(config.model_copy(update={"dataset_streaming": True})).statistics())
+    assert table[0][0].endswith(" (first window)")
+    assert table[0][-1].startswith("about ")
 
 
 def test_rows_of_a_mix_are_shown_source_after_source(tmp_path: Path) -> None:
