@@ -78,12 +78,12 @@ def run_ranks(kinds: list[str], strategy: str, folder: Path) -> None:
     from trainers.strategy.strategy import load_strategy, resolve
 
     torch.set_num_threads(1)
-    loaded = resolve(load_strategy(strategy), int(os.environ["WORLD_SIZE"]), "no")
+    loaded = resolve(load_strategy(strategy), int(os.environ.get("WORLD_SIZE", "1")), "no")
     results = folder / f"{strategy}.json"
     for kind in kinds:
         for method in METHODS:
             found = _train(kind, method, loaded, folder)
-            if os.environ["RANK"] == "0":
+            if os.environ.get("RANK", "0") == "0":
                 known = json.loads(results.read_text()) if results.exists() else {}
                 known.setdefault(kind, {})[method] = found
                 results.write_text(json.dumps(known))
