@@ -38,6 +38,8 @@ IMAGE_FAMILIES = sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES) - set(FA
 """Models of images and text that transformers does not list as causal language models too."""
 _VOCABULARY, _POSITIONS, _LARGEST = 1030, 1024, 16_000_000
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "max_sequence_length")
+_INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
+            "indexer_compress_ratio": 4}  # fmt: skip
 REQUIRED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 10000.0}
                                                 for kind in ("full_attention", "sliding_attention")}},
@@ -49,8 +51,11 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
-    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048,
-                       "indexer_compress_ratio": 4},
+    "paddleocr_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0,
+                                                         "mrope_section": [16, 24, 24]}}},
+    "qwen4_exp": {"text_config": _INDEXER},
+    "qwen4_exp_text": _INDEXER,
+    "step3p7": {"text_config": {"sliding_window": 512}},
 }  # fmt: skip
 """What the default configs of these families lack, and published ones have."""
 _OK = "ok"

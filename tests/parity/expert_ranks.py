@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from peft.tuners.lora.layer import ParamWrapper
 from torch import distributed
 from transformers import AutoModelForCausalLM
 
@@ -44,13 +46,18 @@ class Case:
         return " ".join(filter(None, words))
 
 
+STACKS = {"lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 CASES = [
     Case(),
     Case("mixtral", {"packing": False, "gradient_checkpointing": True}),
     Case(options={"method": "lora"}),
+    Case("gpt_oss", {"method": "lora", **STACKS, "lora_target_modules": ["q_proj"], "gradient_checkpointing": True}),
+    Case(options={"method": "lora", **STACKS, "lora_target_modules": [], "use_rslora": True}, idle=True),
+    Case(options={"method": "lora", "modules_to_save": ["lm_head"], "new_tokens": ["<|note|>"]}),
     Case(options={"gradient_checkpointing": True, "selective_checkpointing": True}, idle=True),
 ]
-CONTROLS = [Case(breaks="averaged"), Case(breaks="swapped")]
+ADAPTED = CASES[4]
+CONTROLS = [Case(breaks="averaged"), Case(breaks="swapped"), replace(ADAPTED, breaks="others' adapters")]
 FOUR = [Case(), Case(breaks="copies not summed")]
 
 
@@ -115,6 +122,14 @@ def broken(taken: Steps, case: Case) -> None:
         backend._average_experts = averaged
     elif case.breaks == "swapped":
         swap_experts(taken)
+    elif case.breaks == "others' adapters":
+        for module in taken.loss.model.modules():
+            if isinstance(module, ParamWrapper):
+                adapters: Any = module.get_delta_factors
+                factors, local = adapters.args
+                size = local.stop - local.start
+                start = size - local.start
+                module.get_delta_factors = partial(adapters.func, factors, slice(start, start + size))
     elif case.breaks == "copies not summed":
         backend.tensor = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trainers.config.mistakes import ConfigError
@@ -47,8 +47,9 @@ def is_causal(model_config: Any) -> bool:
     kind, listed = type(model_config), AutoModelForCausalLM._model_mapping
     if kind not in listed and kind in AutoModelForImageTextToText._model_mapping:
         family = AutoModelForImageTextToText._model_mapping[kind]
-        # Listed too: ShieldGemma 2, a classifier, whose config is not its class's; and pi0, which predicts movements.
-        is_language_model = family.config_class is kind and hasattr(model_config.get_text_config(), "vocab_size")
+        # Listed too: ShieldGemma 2, a classifier, whose config is not its class's; pi0, which predicts movements; and
+        # DiffusionGemma, which fills in blocks of tokens.
+        is_language_model = family.config_class is kind and issubclass(family, GenerationMixin)
         if getattr(model_config, "is_encoder_decoder", False) or not is_language_model:
             return False
         AutoModelForCausalLM.register(kind, family, exist_ok=True)

@@ -37,13 +37,25 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 
 @torch.compiler.disable  # the number of documents and their lengths differ in each micro-batch
-def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Runs the layer's own forward pass on each document of `[batch, sequence, hidden size]` states."""
+def _forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Runs the layer's own forward pass on each document of `[batch, sequence, hidden size]` states.
+
+    ZAYA's layer returns queries, keys and values, each `[batch, sequence, heads, head size]`.
+    """
     layout = MetadataRoute.current.layout if MetadataRoute.current is not None else None
     if layout is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
+    sizes: list[torch.Size] = []
 
     def run(rows: torch.Tensor) -> torch.Tensor:
-        return type(self).forward(self, rows, *args, **kwargs)
+        output: Any = type(self).forward(self, rows, *args, **kwargs)
+        if isinstance(output, torch.Tensor):
+            return output
+        sizes[:] = [part.shape[2:] for part in output]
+        return torch.cat([part.flatten(2) for part in output], dim=-1)
 
-    return by_document(run, layout, hidden_states.flatten(0, 1)).view_as(hidden_states)
+    mixed = by_document(run, layout, hidden_states.flatten(0, 1))
+    if not sizes:
+        return mixed.view_as(hidden_states)
+    parts = mixed.split([size.numel() for size in sizes], dim=-1)
+    return tuple(part.reshape(*hidden_states.shape[:2], *size) for part, size in zip(parts, sizes, strict=True))

@@ -7,6 +7,9 @@ loading weights, `small_model` probes a small copy.
 
 from __future__ import annotations
 
+import ast
+import linecache
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,10 +148,35 @@ def our_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device,
     except _FAILURES as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise ProbeError(f"{base.config.model_type} models fail in a training step: {in_one_line(error)}") from None
+        kind = base.config.model_type
+        if _reads_missing_mask(error):
+            raise ProbeError(
+                f"{kind} models compute with the mask of each row in code of their own, and our attention, which keeps "
+                "documents apart, is given none"
+            ) from None
+        raise ProbeError(f"{kind} models fail in a training step: {in_one_line(error)}") from None
     finally:
         MetadataRoute.current = None  # the next call of the model has other documents
     return ForwardPass(seen[0], float(total) / len(labels))
+
+
+def _reads_missing_mask(error: BaseException) -> bool:
+    """Whether the statement that failed uses a mask that is None."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    if "'NoneType' object" not in str(error):
+        return False
+    end = frame.end_lineno or frame.lineno or 0
+    return "mask" in "".join(linecache.getline(frame.filename, line) for line in range(_first_line(frame), end + 1))
+
+
+def _first_line(frame: traceback.FrameSummary) -> int:
+    """The line on which the expression of a frame begins; its own may be in the middle of a call."""
+    source = ast.parse("".join(linecache.getlines(frame.filename)))
+    lines = [
+        node.lineno for node in ast.walk(source)
+        if isinstance(node, ast.stmt) and node.lineno <= (frame.lineno or 0) <= (node.end_lineno or 0)
+    ]  # fmt: skip
+    return max(lines, default=frame.lineno or 0)
 
 
 def own_pass(wrapped: nn.Module, base: Any, packing: bool, device: torch.device, **more: bool) -> ForwardPass:

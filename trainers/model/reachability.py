@@ -41,11 +41,14 @@ class Reach:
         unreached: names of the weights that it never reaches, beside those of `silent_weights`.
         sometimes: names of the weights that it reaches if it is long.
         varies: whether it may reach other weights in each batch, as with experts in a loop; True if unknown.
+        fixed: names of the weights that it never reaches and that their class builds frozen, such as the biases by
+            which routers choose experts; transformers makes them trainable as it loads them.
     """
 
     unreached: tuple[str, ...] = ()
     sometimes: tuple[str, ...] = ()
     varies: bool = False
+    fixed: tuple[str, ...] = ()
 
 
 def reach_of(config: TrainConfig, model_config: Any) -> Reach:
@@ -70,6 +73,9 @@ def _reach_of_empty(family: Any, model_config: Any, longest: int) -> Reach:
     try:
         with torch.device("cpu"), without_log("torch._subclasses.fake_tensor"):
             model = _empty(family, copy.deepcopy(model_config))
+            frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
+            for weight in model.parameters():  # as they are once loaded
+                weight.requires_grad_(weight.is_floating_point())
             with FakeTensorMode():
                 as_fakes(model)
                 unreached = _unreached(model, _SHORT)
@@ -78,7 +84,8 @@ def _reach_of_empty(family: Any, model_config: Any, longest: int) -> Reach:
         logging.getLogger(__name__).debug("what text reaches is unknown without values", exc_info=True)
         return Reach(varies=True)
     sometimes = tuple(name for name in unreached if name not in never)
-    return Reach(tuple(name for name in unreached if name in never), sometimes, varies=bool(sometimes))
+    fixed = tuple(name for name in unreached if name in never & frozen)
+    return Reach(tuple(name for name in unreached if name in never - frozen), sometimes, bool(sometimes), fixed)
 
 
 @contextmanager
@@ -193,7 +200,8 @@ def refuse_unreached(config: TrainConfig, kind: str, unreached: Iterable[str]) -
 
 def freeze_unreached(base: Any, reach: Reach) -> None:
     """Freezes the weights that text does not reach, and notes on the model what it reaches, for `reach_noted`."""
-    unreached = [weight for name, weight in base.named_parameters() if name in set(reach.unreached)]
+    names = {*reach.unreached, *reach.fixed}
+    unreached = [weight for name, weight in base.named_parameters() if name in names]
     for weight in [*silent_weights(base), *unreached]:
         weight.requires_grad_(False)
     base.reach = reach

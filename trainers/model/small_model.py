@@ -97,7 +97,8 @@ def _small(model_config: Any) -> dict[str, Any]:
         values["attention_hidden_size"] = known["attention_hidden_size"] * values["hidden_size"] // known["hidden_size"]
     if isinstance(known.get("initializer_range"), float):
         values["initializer_range"] = 0.2  # so that every part of a narrow model affects its output
-    if "mrope_section" in getattr(type(model_config), "ignore_keys_at_rope_validation", ()):
+    takes_sections = "mrope_section" in getattr(type(model_config), "ignore_keys_at_rope_validation", ())
+    if takes_sections or "mrope_section" in (known.get("rope_parameters") or {}):
         values["rope_parameters"] = {**known["rope_parameters"], "mrope_section": _sections(known, values)}
     for name in _TOKENS:
         token = known.get(name)

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
-from transformers.core_model_loading import WeightConverter
+from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from trainers.run.errors import TrainingError
 from trainers.run.weight_headers import read_places
@@ -118,14 +118,56 @@ class ConvertedTensor:
 
     def mapped(self) -> torch.Tensor:
         """The weight, computed from all of its pieces."""
-        for pattern, pieces in self.pieces.items():
-            self.converter.collected_tensors[pattern] = [_read_full(*piece) for piece in pieces]
-        return _first(self.converter.convert(self.layer, **self.options)[self.name])
+        return self._computed(self.pieces, self.shape)
 
     def read(self, target: torch.Tensor, part: tuple[slice, ...] = ()) -> None:
-        """See `StoredTensor.read`; the whole weight is in memory for a moment."""
-        if target.numel():
+        """See `StoredTensor.read`; reads the experts in the rectangle alone, some at a time.
+
+        Where the weight is no stack of them, all of it is in memory for a moment.
+        """
+        if not target.numel():
+            return
+        if not self._stacks_pieces():
             target.detach().copy_(self.mapped()[part])
+            return
+        rows, *others = part or (slice(0, size) for size in self.shape)
+        count = max(1, CHUNK // (self.shape[1:].numel() * target.element_size()))
+        for start in range(rows.start, rows.stop, count):
+            stop = min(start + count, rows.stop)
+            pieces = {pattern: each[start:stop] for pattern, each in self.pieces.items()}
+            computed = self._computed(pieces, torch.Size([stop - start, *self.shape[1:]]))
+            target.detach()[start - rows.start : stop - rows.start].copy_(computed[(slice(None), *others)])
+
+    def _computed(self, pieces: dict[str, list[tuple[StoredTensor, torch.dtype]]], shape: torch.Size) -> torch.Tensor:
+        for pattern, each in pieces.items():
+            self.converter.collected_tensors[pattern] = [_read_full(*piece) for piece in each]
+        # Some conversions look at the weight, which a strategy may have cut since.
+        options = {**self.options, "model": _AsBuilt(self.options.get("model"), shape)}
+        return _first(self.converter.convert(self.layer, **options)[self.name])
+
+    def _stacks_pieces(self) -> bool:
+        """Whether each row of the weight is computed from one tensor of each pattern, as each expert's is."""
+        first, *others = self.converter.operations
+        apart = all(
+            (isinstance(step, Concatenate) and step.dim > 0)
+            or (isinstance(step, Transpose) and min(step.dim0, step.dim1) > 0)
+            for step in others
+        )
+        stacks = isinstance(first, MergeModulelist) and first.dim == 0
+        return stacks and apart and all(len(each) == self.shape[0] for each in self.pieces.values())
+
+
+class _AsBuilt:
+    """A model whose weights all seem to have one shape, that of the one which is computed."""
+
+    def __init__(self, model: Any, shape: torch.Size):
+        self.model, self.shape = model, shape
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return torch.empty(self.shape, device="meta")
 
 
 @dataclass(frozen=True)

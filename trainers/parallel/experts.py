@@ -2,14 +2,19 @@
 
 Each rank has its own rows. transformers sends each (token, expert) pair to the rank of its expert and brings the result
 back (`AllToAllEP`), so that the gradient of an expert is summed over the tokens of its whole group.
+
+Every rank has the adapters of all experts and computes with those of its own; of the others their gradient is zero, so
+that the mean which DDP takes is the one that the experts themselves get.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -47,11 +52,12 @@ def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
         raise ConfigError(mistakes)
     plan, option = expert_plan(text), f"ep_size={ep_size}: {text.model_type}"
     weights = expert_stacks(loss.base)
-    modules = [name for name, _ in decoder.named_modules() if plan.get(_pattern(name)) == DISPATCH]
+    modules = [
+        name for name, module in decoder.named_modules()
+        if plan.get(_pattern(name)) == DISPATCH and not isinstance(module, ParamWrapper)
+    ]  # fmt: skip
     if not weights:
-        adapted = any("lora_" in name and ".experts." in name for name, _ in decoder.named_parameters())
-        problem = "has adapters on its experts" if adapted else "has no weight that its expert-parallel plan names"
-        raise ConfigError(f"{option} {problem}; use {'adapters elsewhere, or ' * adapted}ddp or fsdp2")
+        raise ConfigError(f"{option} has no weight that its expert-parallel plan names; use ddp or fsdp2")
     for name in modules:
         inside = {f"{name}.{weight}" for weight, _ in decoder.get_submodule(name).named_parameters()}
         if left := sorted(inside - set(weights)):
@@ -65,7 +71,8 @@ def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
 
 
 def _pattern(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    """A name as a plan writes it; adapters on stacks wrap the module of the experts."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer", ""))
 
 
 def divide_experts(loss: LossModule, mesh: Mesh) -> dict[str, TensorSlice]:
@@ -101,7 +108,30 @@ def divide_experts(loss: LossModule, mesh: Mesh) -> dict[str, TensorSlice]:
         count = shape[0] // size
         part = (slice(rank * count, (rank + 1) * count), *(slice(0, side) for side in shape[1:]))
         slices[full_names[name]] = TensorSlice(shape, part)
+        _keep_adapters_of(part[0], decoder, parent, key)
     first = mesh.index("ep_replicate") == 0
     copies = mesh.group("ep_replicate")
     loss.tensor = TensorParallel(mesh.group("ep"), rank, size, first, slices, by_expert=True, copies=copies)
     return slices
+
+
+def _keep_adapters_of(local: slice, decoder: nn.Module, experts: str, key: str) -> None:
+    """Has the adapters on a stack change the experts of this rank alone.
+
+    Args:
+        local: the experts of this rank.
+        decoder: the decoder.
+        experts: name of the module of the experts.
+        key: name of the stack in it.
+    """
+    while experts.endswith(".base_layer"):  # an adapter on each stack, one around the other
+        experts = experts.removesuffix(".base_layer")
+        wrapper: Any = decoder.get_submodule(experts)
+        if wrapper.parameter_name == key:
+            wrapper.get_delta_factors = partial(_local_factors, wrapper.get_delta_factors, local)
+
+
+def _local_factors(factors: Any, local: slice, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """peft's factors of the change of each expert, `[experts, ...]`, of some experts."""
+    left, right, scaling = factors(adapter)
+    return left[local], right[local], scaling

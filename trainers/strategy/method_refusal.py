@@ -21,6 +21,8 @@ def method_refusal(sizes: MeshSizes, config: TrainConfig, uses_deepspeed: bool) 
         return None
     if config.method == "qlora":
         return f"method=qlora with {sizes}: 4-bit layers are not split so; use method=lora, or fsdp2"
+    if sizes.tp * sizes.pp == 1:  # ep divides experts alone, and what is trained beside them is as under ddp
+        return None
     if config.modules_to_save:
         names = ",".join(config.modules_to_save)
         return f"modules_to_save={names} with {sizes}: modules saved with adapters are not split so; use fsdp2"

@@ -88,7 +88,7 @@ def test_a_model_of_images_and_text_is_a_language_model(family: str) -> None:
     refuse_other_tasks(config(), AutoConfig.for_model(family))
 
 
-@pytest.mark.parametrize("family", ["shieldgemma2", "pi0", "florence2"])
+@pytest.mark.parametrize("family", ["shieldgemma2", "pi0", "florence2", "diffusion_gemma"])
 def test_a_model_of_images_and_text_with_another_task_is_refused(family: str) -> None:
     with pytest.raises(ConfigError, match=f"{family} models are not causal language models"):
         refuse_other_tasks(config(), AutoConfig.for_model(family))

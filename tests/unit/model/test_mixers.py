@@ -19,8 +19,9 @@ from trainers.objectives.loss_module import LossModule
 from trainers.parallel.sequence import refuse_unsplittable_rows
 from trainers.strategy.mesh import MeshSizes
 
-HYBRIDS = ["qwen3_next", "falcon_h1", "mamba2", "lfm2_moe", "olmo_hybrid", "jamba"]
-"""Gated linear attention, Mamba 2 beside attention and alone, short convolutions, and both with experts."""
+HYBRIDS = ["qwen3_next", "falcon_h1", "mamba2", "lfm2_moe", "olmo_hybrid", "jamba", "zaya"]
+"""Gated linear attention, Mamba 2 beside attention and alone, short convolutions, both with experts, and queries and
+keys that a convolution mixes."""
 DOCUMENTS = [[5, 3, 9, 60, 2, 8, 8, 1, 4], [7], [11, 12, 13, 14, 15], [31, 30, 29, 28, 27, 26, 25, 24, 23, 22, 21, 20]]
 
 

@@ -52,6 +52,18 @@ def without_gradient(model_config: Any) -> list[str]:
     return [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None]
 
 
+@pytest.mark.parametrize("family", ["ernie4_5_moe", "afmoe"])
+def test_biases_that_choose_experts_stay_frozen_when_they_are_loaded(family: str, tmp_path: Path) -> None:
+    """transformers makes them trainable; AdamW would decay them, and DDP wait for their gradients. Without a word."""
+    folder = save_small(tmp_path / family, family)
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    names = [name for name, _ in loaded.named_parameters() if name.endswith(("e_score_correction_bias", "expert_bias"))]
+    assert names
+    assert all(weight.requires_grad for weight in loaded.parameters()), "control"
+    built = build_model(config_for(folder, packing=False))
+    assert sorted(name for name, weight in built.named_parameters() if not weight.requires_grad) == sorted(names)
+
+
 @pytest.mark.parametrize(
     ("family", "count"),
     [("llama", 0), ("qwen3_moe", 0), ("gemma3", 0), ("bart", 20), ("deepseek_v32", 15), ("git", 43)],

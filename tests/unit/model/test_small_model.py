@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from trainers.model.small_model import small_config
+from trainers.config.mistakes import ConfigError
+from trainers.model.small_model import choose_attention, small_config
 
 FAMILIES = ["bailing_hybrid", "gemma3n_text", "longcat_flash", "zamba", "zamba2"]
 
@@ -29,3 +30,11 @@ def test_layers_that_share_keys_and_values_follow_those_that_compute_them() -> N
     first = small.num_hidden_layers - small.num_kv_shared_layers
     assert set(small.layer_types[:first]) == set(small.layer_types[first:]) == set(full.layer_types)
     assert small.num_hidden_layers < full.num_hidden_layers
+
+
+def test_a_model_that_reads_the_mask_itself_is_refused_for_that() -> None:
+    """Not with the words of the exception that a missing mask ends in. Control: another failure keeps its own."""
+    with pytest.raises(ConfigError, match="packing=true: mpt models compute with the mask of each row in code of"):
+        choose_attention(AutoConfig.for_model("mpt"), True)
+    with pytest.raises(ConfigError, match="packing=true: doge models fail in a training step: this model builds its"):
+        choose_attention(AutoConfig.for_model("doge"), True)

@@ -85,6 +85,31 @@ def test_what_is_read_later_is_what_is_loaded(family: str, method: str, precisio
     assert_same(fill(model, sources), whole)
 
 
+def test_experts_are_read_without_the_others_of_their_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time, of files that have each expert by itself. Control: for the full weight, all are read."""
+    monkeypatch.setattr(module, "CHUNK", 1)
+    _, sources = build_unread(config(model_name_or_path=saved("qwen3_moe", tmp_path), method="full"))
+    stacks = [source for source in sources.values() if isinstance(source, ConvertedTensor)]
+    assert len(stacks) >= 2
+    read, plain = set[str](), StoredTensor.read
+
+    def seen(place: StoredTensor, *args: Any) -> None:
+        read.add(place.name.split(".experts.")[1].split(".")[0])
+        plain(place, *args)
+
+    monkeypatch.setattr(StoredTensor, "read", seen)
+    for source in stacks:
+        full = source.mapped()
+        assert read == {str(expert) for expert in range(len(full))}
+        read.clear()
+        part = (slice(1, 3), slice(0, full.shape[1] // 2), slice(0, full.shape[2]))
+        into = torch.empty(full[part].shape)
+        source.read(into, part)
+        assert torch.equal(into, full[part])
+        assert read == {"1", "2"}
+        read.clear()
+
+
 def test_nothing_is_read_before_it_is_asked_for(tmp_path: Path) -> None:
     path = saved("llama", tmp_path, tie_word_embeddings=False)
     model, sources = build_unread(config(model_name_or_path=path, method="full"))

@@ -30,12 +30,14 @@ def test_stacks_come_before_the_modules_that_they_are_in() -> None:
     assert expert_stacks(mixture()) == weights
 
 
-def test_adapters_on_experts_are_refused_and_others_are_not() -> None:
+def test_adapters_on_experts_wrap_the_module_that_is_divided() -> None:
     plain = LoraConfig(r=2, target_modules=["q_proj"])
     assert len(planned(LossModule(get_peft_model(mixture(), plain)), 2)) == 6
-    stacked = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"])
-    with pytest.raises(ConfigError, match="ep_size=2: mixtral has adapters on its experts; use adapters elsewhere, or"):
-        planned(LossModule(get_peft_model(mixture(), stacked)), 2)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    stacked = LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
+    plan = list(planned(LossModule(get_peft_model(mixture(), stacked)), 2))
+    assert plan[0] == "layers.0.mlp.experts.base_layer.base_layer.gate_up_proj"
+    assert plan[4:] == [f"layers.{layer}.mlp.experts.base_layer.base_layer" for layer in (0, 1)]
 
 
 def test_a_weight_that_the_plan_leaves_out_is_refused() -> None:

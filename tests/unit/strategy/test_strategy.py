@@ -331,6 +331,8 @@ def test_too_few_micro_batches_fp16_and_compiled_blocks_are_refused_for_a_pipeli
         reason = str(refusal(resolve(load_strategy(name), 2, "no"), divided, has_gpu=False))
         assert reason.startswith("modules_to_save=lm_head with" if divided is saving else "use_dora=true with tp 2")
     assert all(refusal(load_strategy("fsdp2"), divided, has_gpu=False) is None for divided in (saving, dora))
+    experts = resolve(load_strategy("ep"), 2, "no")  # which divides nothing but experts
+    assert all(refusal(experts, each, has_gpu=False) is None for each in (saving, stacks, grown))
     rounding = build(values | {"method": "full", "qat": "int4"})
     for name, processes, axes in (("pp", 2, "pp 2"), ("tp", 2, "tp 2"), ("3d", 8, "pp 2 x"), ("zero2", 2, "DeepSpeed")):
         reason = str(refusal(resolve(load_strategy(name), processes, "no"), rounding, has_gpu=False))
