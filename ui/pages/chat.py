@@ -95,7 +95,7 @@ class Page:
             )  # fmt: skip
             self.device = gr.Dropdown(
                 _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
-                info="Reserved while loaded.",
+                info="Held while loaded.",
             )  # fmt: skip
         with gr.Row(elem_id="chat-load"):
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)

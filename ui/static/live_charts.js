@@ -178,7 +178,7 @@ Object.assign(Live, (() => {
       const ticks = { stroke: text, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui, sans-serif" };
       this.plot = new uPlot({
         width: this.plotArea.clientWidth || 300, height: this.height, series, bands,
-        padding: [() => (this.marks.some(({ label }) => label) ? 22 : null), (plot) => this.nameSpace(plot, used) || 25, null, null],
+        padding: [() => (this.marks.some(({ label }) => label) ? 22 : 12), (plot) => this.nameSpace(plot, used) || 25, null, null],
         scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
