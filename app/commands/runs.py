@@ -413,39 +413,17 @@ def _report_result(as_json: bool, document: dict[str, Any], line: str) -> int:
     return 0
 
 
-def export_verb(
-    name: str,
-    checkpoint: str | None,
-    merged: bool,
-    averaged: bool,
-    output: Path | None,
-    dtype: str | None,
-    gguf: str | None,
-    llama_cpp: Path | None,
-    replace: bool,
-    runs_dir: Path,
-    as_json: bool,
-) -> int:
+def export_verb(name: str, wanted: actions.ExportRequest, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith export`."""
     run = find_run(name, runs_dir)
     try:
-        exported: actions.Exported | None = actions.export(
-            run,
-            checkpoint,
-            merged=merged,
-            output=output,
-            dtype=dtype,
-            averaged=averaged,
-            gguf=gguf,
-            llama_cpp=llama_cpp,
-            replace=replace,
-        )
+        exported: actions.Exported | None = actions.export(run, wanted)
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")
         exported = None
     if as_json:
         full = Request(config=str(run.config)).resolve().method == "full"
-        kind = "full" if full else "merged" if merged else "adapter"
+        kind = "full" if full else "merged" if wanted.merged else "adapter"
         document = {
             "run_dir": str(run.path),
             "kind": kind,
