@@ -59,7 +59,7 @@ class Page:
         self.data = {pane: gr.Textbox(visible=False, elem_id=f"chat-data-{pane}") for pane in PANES}
         self.sure = gr.Checkbox(visible=False)
         self.message = gr.Textbox(
-            label="Message", lines=2, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
+            label="Message", lines=1, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
             placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
         )  # fmt: skip
         with gr.Row():
