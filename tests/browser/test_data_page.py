@@ -150,6 +150,7 @@ def test_near_duplicates_and_rows_of_other_data_are_listed(
     fill(page, "dataset_name", str(data))
     found = page.locator("#data-comparison")
     expect(found).to_contain_text("Not looked for yet")
+    expect(page.locator("#opt-near_duplicates .ts-option")).to_have_text("near_duplicates")
     page.locator("#opt-near_duplicates input, #opt-near_duplicates textarea").first.fill("2")
     page.locator("#data-compare").click()
     expect(found).to_contain_text("near_duplicates='2' is not a valid similarity; give one from 0.3 to 1, such as 0.7")
