@@ -45,11 +45,10 @@ def export(
 ) -> int:
     """Export a checkpoint to a folder that transformers or peft can load."""
     from app.commands.runs import export_verb
+    from app.launch.actions import ExportRequest
 
-    return export_verb(
-        run, checkpoint, merged=merged, averaged=ema, output=output, dtype=dtype, gguf=gguf, llama_cpp=llama_cpp,
-        replace=replace, runs_dir=runs_dir, as_json=json,
-    )  # fmt: skip
+    wanted = ExportRequest(checkpoint, merged, output, dtype, ema, gguf, llama_cpp, replace)
+    return export_verb(run, wanted, runs_dir, json)
 
 
 def push(

@@ -371,7 +371,7 @@ def compare_verb(
     names: Sequence[str], by: str | None, csv: Path | None, differences: bool, runs_dir: Path, as_json: bool
 ) -> int:
     """`tunesmith runs compare`."""
-    from app.runs.compare import as_csv, compare, measure_texts  # they import numpy, which takes a while
+    from app.runs.compare import MEASURES, as_csv, compare, measure_texts  # they import numpy, which takes a while
     from app.runs.metrics import Curves
 
     runs = list({run.path: run for run in (find_run(name, runs_dir) for name in names)}.values())
@@ -390,14 +390,15 @@ def compare_verb(
     rows = [["state", *(run["state"] for run in comparison["runs"])]]
     for row in comparison["measures"]:
         label = f"{row['label']}{', ' + row['unit'] if row['unit'] else ''}"
-        pairs = zip(measure_texts(row["values"]), row["steps"], strict=True)
+        pairs = zip(measure_texts(row["values"], MEASURES[row["name"]].digits), row["steps"], strict=True)
         rows.append([label, *(text + (f" at step {step}" if step else "") for text, step in pairs)])
     settings = [row for row in comparison["settings"] if row["differs"] or not differences]
     rows += [[row["name"], *("-" if value in (None, "") else value for value in row["values"])] for row in settings]
     show_table(headers, rows)
     for group in comparison["groups"]:
         if spread := group["values"].get(comparison["by"]):
-            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")])
+            digits = MEASURES[comparison["by"]].digits
+            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")], digits)
             label = f"{spread['runs']} seeds ({group['label']}), {comparison['by']}"
             report(f"{label}: mean {mean}, standard deviation {spread['std']:,.3g}, from {low} to {high}")
     report(comparison["verdict"])
@@ -412,39 +413,17 @@ def _report_result(as_json: bool, document: dict[str, Any], line: str) -> int:
     return 0
 
 
-def export_verb(
-    name: str,
-    checkpoint: str | None,
-    merged: bool,
-    averaged: bool,
-    output: Path | None,
-    dtype: str | None,
-    gguf: str | None,
-    llama_cpp: Path | None,
-    replace: bool,
-    runs_dir: Path,
-    as_json: bool,
-) -> int:
+def export_verb(name: str, wanted: actions.ExportRequest, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith export`."""
     run = find_run(name, runs_dir)
     try:
-        exported: actions.Exported | None = actions.export(
-            run,
-            checkpoint,
-            merged=merged,
-            output=output,
-            dtype=dtype,
-            averaged=averaged,
-            gguf=gguf,
-            llama_cpp=llama_cpp,
-            replace=replace,
-        )
+        exported: actions.Exported | None = actions.export(run, wanted)
     except actions.ExportFailed as error:
         say(f"the export failed: {clean(str(error))}")
         exported = None
     if as_json:
         full = Request(config=str(run.config)).resolve().method == "full"
-        kind = "full" if full else "merged" if merged else "adapter"
+        kind = "full" if full else "merged" if wanted.merged else "adapter"
         document = {
             "run_dir": str(run.path),
             "kind": kind,

@@ -11,7 +11,7 @@ from app.console import clean, say
 from app.eval.plan import Candidate, Plan
 from app.eval.rows import Row, read_rows
 from app.eval.tasks import Tasks
-from app.launch.actions import ExportFailed, export
+from app.launch.actions import ExportFailed, ExportRequest, export
 from app.launch.foreground import CheckBroke, interruptible, launch, preflight, where
 from app.launch.job import TrainJob
 from app.launch.progress import progress_display
@@ -73,7 +73,7 @@ class Study:
                 if not self.quiet:
                     say(clean(f"{label}: exporting {weights} of run {run.id}"))
                 self.plan.folder.mkdir(parents=True, exist_ok=True)
-                export(run, weights, output=exported)
+                export(run, ExportRequest(weights, output=exported))
             job = candidate.job(exported)
             if (rows := self._launch(job, candidate.label, label)) is not None:
                 self.rows[candidate.label] = rows

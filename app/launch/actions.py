@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args
 
@@ -46,6 +47,31 @@ from trainers.run.folder import (
 from trainers.run.record import RECORD
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export of a run, and where to; see `check_export`.
+
+    Args:
+        checkpoint: name of the checkpoint, such as `step-00000120`; default: the newest.
+        merged: whether to merge the adapters into the base model.
+        output: a new folder; default: `export-KIND` in the run folder.
+        dtype: dtype of the weights, such as `bfloat16`; default: the run's `export_dtype`.
+        averaged: whether to export the moving average of the weights.
+        gguf: types of GGUF files to write beside it, with commas between them.
+        llama_cpp: folder of the source of llama.cpp, whose converter writes them.
+        replace: whether to replace what the run exported to its own folder before.
+    """
+
+    checkpoint: str | None = None
+    merged: bool = False
+    output: Path | None = None
+    dtype: str | None = None
+    averaged: bool = False
+    gguf: str | None = None
+    llama_cpp: Path | None = None
+    replace: bool = False
 
 
 class Exported(NamedTuple):
@@ -300,37 +326,19 @@ def has_adapter(run: RunFolder) -> bool:
     return Request(config=str(run.config)).resolve().method != "full"
 
 
-def export(
-    run: RunFolder,
-    checkpoint: str | None = None,
-    merged: bool = False,
-    output: Path | None = None,
-    dtype: str | None = None,
-    averaged: bool = False,
-    gguf: str | None = None,
-    llama_cpp: Path | None = None,
-    replace: bool = False,
-    pass_fds: Sequence[int] = (),
-) -> Exported:
+def export(run: RunFolder, wanted: ExportRequest, pass_fds: Sequence[int] = ()) -> Exported:
     """Exports a checkpoint to a folder that transformers or peft can load, and waits until it is done.
 
     Args:
         run: the run.
-        checkpoint: name of the checkpoint, such as `step-00000120`; default: the newest.
-        merged: whether to merge the adapters into the base model.
-        output: a new folder; default: `export-KIND` in the run folder.
-        dtype: dtype of the weights, such as `bfloat16`; default: the run's `export_dtype`.
-        averaged: whether to export the moving average of the weights.
-        gguf: types of GGUF files to write beside it, with commas between them.
-        llama_cpp: folder of the source of llama.cpp, whose converter writes them.
-        replace: whether to replace what the run exported to its own folder before.
+        wanted: what to export, and where to.
         pass_fds: file descriptors that the export program inherits, such as those of locks.
 
     Raises:
         ConfigError: for an invalid request.
         ExportFailed: if the export program crashes, or the export does not match the trained model.
     """
-    target, kind, args = check_export(run, checkpoint, merged, output, dtype, averaged, gguf, llama_cpp, replace)
+    target, kind, args = check_export(run, wanted)
     argv = module_argv("trainers.checkpoint.export", args)
     status, printed, errors = run_program(argv, module_environment(), cwd=ROOT, pass_fds=pass_fds)
     lines = [line for line in errors.splitlines() if line.strip()]
@@ -342,18 +350,8 @@ def export(
     return Exported(target, kind, facts["dtype"], facts["loss_difference"], facts["check"], facts["gguf"])
 
 
-def check_export(
-    run: RunFolder,
-    checkpoint: str | None = None,
-    merged: bool = False,
-    output: Path | None = None,
-    dtype: str | None = None,
-    averaged: bool = False,
-    gguf: str | None = None,
-    llama_cpp: Path | None = None,
-    replace: bool = False,
-) -> tuple[Path, str, list[str]]:
-    """Checks the arguments of `export`, before anything runs.
+def check_export(run: RunFolder, wanted: ExportRequest) -> tuple[Path, str, list[str]]:
+    """Checks a request, before anything runs.
 
     Returns:
         The folder to write, the kind (`full`, `adapter` or `merged`), and the arguments of the export program.
@@ -361,6 +359,7 @@ def check_export(
     Raises:
         ConfigError: for an invalid request.
     """
+    output, dtype, merged, averaged = wanted.output, wanted.dtype, wanted.merged, wanted.averaged
     known = get_args(TrainConfig.model_fields["export_dtype"].annotation)
     if dtype is not None and dtype not in known:
         raise ConfigError(f"--dtype {dtype} is not a valid value; use {', '.join(known)}")
@@ -376,19 +375,19 @@ def check_export(
     if kind == "adapter" and config.init_lora_weights == "pissa" and dtype not in (None, "float32"):
         problem = "would round away the difference from the base, with init_lora_weights=pissa"
         raise ConfigError.about("--dtype", dtype, problem, "leave it out, or export it --merged")
-    request = gguf_request(gguf, llama_cpp)
+    request = gguf_request(wanted.gguf, wanted.llama_cpp)
     if request and kind == "adapter":
         problem = f"needs full weights, and run {run.id} trained an adapter"
-        raise ConfigError.about("--gguf", gguf, problem, "add --merged, which merges it into the base model")
+        raise ConfigError.about("--gguf", wanted.gguf, problem, "add --merged, which merges it into the base model")
     target = (Path(os.path.expanduser(output)) if output else run.path / export_name(kind, averaged)).absolute()
-    if output and replace:
+    if output and wanted.replace:
         problem, remedy = "is for the run's own folder", "leave out --output, or --replace"
         raise ConfigError.about("--replace", None, problem, remedy)
     if output:
         refuse_target(target, "output")
     args = ["--run", str(run.path), "--output", str(target), "--kind", kind]
-    args += [*(["--checkpoint", checkpoint] if checkpoint else []), *(["--ema"] if averaged else [])]
-    args += [*(["--replace"] if replace else []), *(["--dtype", dtype] if dtype else [])]
+    args += [*(["--checkpoint", wanted.checkpoint] if wanted.checkpoint else []), *(["--ema"] if averaged else [])]
+    args += [*(["--replace"] if wanted.replace else []), *(["--dtype", dtype] if dtype else [])]
     args += ["--gguf", ",".join(request.types), "--llama_cpp", str(request.llama_cpp)] if request else []
     return target, kind, args
 

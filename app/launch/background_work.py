@@ -8,14 +8,15 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from app.accelerate_launch import module_argv, module_environment
 from app.console import shortened
+from app.runs.run_work import RunWork, Work
 from app.runs.work_folder import WorkFolder
 from trainers.config.mistakes import ConfigError
-from trainers.run.folder import Process, now
+from trainers.run.folder import Process, RunFolder, now
 
 
 def start_work(folder: WorkFolder, argv: Sequence[str], note: Mapping[str, Any], pass_fds: Sequence[int] = ()) -> None:
@@ -45,6 +46,35 @@ def start_work(folder: WorkFolder, argv: Sequence[str], note: Mapping[str, Any],
     finally:
         # Reap the child: the starter may be a long-lived process, such as the server of the pages.
         threading.Thread(target=child.wait, daemon=True).start()
+
+
+def start_run_work(
+    kind: RunWork[Work], run: RunFolder, argv: Callable[[Work], Sequence[str]], note: Mapping[str, Any], done: str
+) -> Work:
+    """Starts a verb on a run, in the next folder of its kind; its process holds the lock of that.
+
+    Args:
+        kind: the kind of work.
+        run: the run.
+        argv: the verb and its arguments, for the folder.
+        note: what the note says besides.
+        done: what happens to the run, such as `exported`, for the message.
+
+    Raises:
+        ConfigError: if such work is running, or the folder cannot be written.
+    """
+    try:
+        if kind.running(run) is None:
+            run.own_folder(kind.folder)
+        (run.path / kind.folder).mkdir(exist_ok=True)
+        with kind.lock(run) as lock:
+            folder = kind.following(run)
+            folder.path.mkdir()
+            start_work(folder, argv(folder), note, [lock.fileno()])
+    except OSError as error:
+        problem = f"{error.filename or run.path} cannot be written: {error.strerror}"
+        raise ConfigError(f"run {run.id} cannot be {done}: {problem}; check its permissions") from None
+    return folder
 
 
 def stop_work(folder: WorkFolder, name: str, to_group: bool) -> None:

@@ -16,7 +16,7 @@ from app.console import clean, report, report_json, say
 from app.eval.command import evaluate
 from app.eval.plan import EVAL
 from app.eval.plan import make_plan as make_eval_plan
-from app.launch.actions import ExportFailed, export
+from app.launch.actions import ExportFailed, ExportRequest, export
 from app.launch.foreground import interruptible, refusal_in, run_program
 from app.merge.plan import MERGE, Plan, make_plan
 from trainers.config.mistakes import ConfigError
@@ -91,7 +91,7 @@ def _merge(plan: Plan, quiet: bool) -> dict[str, Any]:
                 if not quiet:
                     say(clean(f"[{number}/{len(plan.models)}] exporting {model.weights} of run {model.run.id}"))
                 folder = work / f"export-{number}"
-                export(model.run, model.weights, output=folder, dtype="float32", pass_fds=[lock])
+                export(model.run, ExportRequest(model.weights, output=folder, dtype="float32"), pass_fds=[lock])
             folders.append(folder)
         request = plan.request(folders)
         request.write(work / REQUEST)

@@ -40,6 +40,11 @@ class Measure(NamedTuple):
     better: str
     unit: str = ""
 
+    @property
+    def digits(self) -> int:
+        """Significant digits that say something: losses are compared more finely than speed and memory."""
+        return 4 if self.unit else 5
+
 
 MEASURES = {
     "best_eval_loss": Measure("Best evaluation loss", "eval_loss", "best", "low"),
@@ -191,19 +196,19 @@ def _pick(tables: tuple[dict[str, Any], ...], measure: Measure) -> tuple[float, 
     return float(values[index]), int(steps[index]) if measure.metric not in ("step", *AXES) else None
 
 
-def measure_text(value: float | None) -> str:
-    """A measure with five significant digits, or as a whole number; a dash for None."""
+def measure_text(value: float | None, digits: int = 5) -> str:
+    """A measure with so many significant digits, or as a whole number; a dash for None."""
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value == int(value) or abs(value) >= 1e4 else f"{value:,.5g}"
+    return f"{value:,.0f}" if value == int(value) or abs(value) >= 10 ** (digits - 1) else f"{value:,.{digits}g}"
 
 
-def measure_texts(values: Sequence[float | None]) -> list[str]:
-    """Values of one measure, all with as many decimals: five significant digits of the largest."""
-    texts = [measure_text(value) for value in values]
+def measure_texts(values: Sequence[float | None], digits: int = 5) -> list[str]:
+    """Values of one measure, all with as many decimals: so many significant digits of the largest."""
+    texts = [measure_text(value, digits) for value in values]
     decimals = max(len(text.partition(".")[2]) for text in texts)
     largest = max((abs(value) for value in values if value), default=1.0)
-    decimals = min(decimals, max(0, 4 - math.floor(math.log10(largest))))
+    decimals = min(decimals, max(0, digits - 1 - math.floor(math.log10(largest))))
     return [
         text if value is None or "e" in text else f"{value:,.{decimals}f}"
         for text, value in zip(texts, values, strict=True)
@@ -212,7 +217,8 @@ def measure_texts(values: Sequence[float | None]) -> list[str]:
 
 def _row(name: str, pairs: Sequence[tuple[float, int | None] | None]) -> dict[str, Any]:
     measure, values = MEASURES[name], [pair[0] if pair else None for pair in pairs]
-    read = [None if value is None else float(f"{value:.5g}") for value in values]  # equal if they read alike
+    # equal if they read alike
+    read = [None if value is None else float(f"{value:.{measure.digits}g}") for value in values]
     known = [value for value in read if value is not None]
     best = {"low": min, "high": max}[measure.better](known) if measure.better and len(known) > 1 else None
     winners = [index for index, value in enumerate(read) if best is not None and value == best]
@@ -231,7 +237,8 @@ def _verdict(states: Sequence[dict[str, Any]], row: dict[str, Any] | None, by: s
     known = [index for index, value in enumerate(row["values"]) if value is not None]
     missing = [run_id for index, run_id in enumerate(ids) if index not in known]
     first = known[0] if not row["best"] else row["best"][0]
-    number = f"{measure_text(row['values'][first])}{' ' + row['unit'] if row['unit'] else ''}"
+    number = measure_text(row["values"][first], MEASURES[row["name"]].digits)
+    number += f" {row['unit']}" if row["unit"] else ""
     at = f" at step {row['steps'][first]:,}" if row["steps"][first] is not None and len(row["best"]) < 2 else ""
     how = {"low": "lower is better", "high": "higher is better"}[row["better"]]
     if len(known) == 1:

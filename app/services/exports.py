@@ -9,14 +9,13 @@ import contextlib
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from app.console import clean, shortened
-from app.launch.actions import check_export
-from app.launch.background_work import start_work, stop_work
+from app.launch.actions import ExportRequest, check_export
+from app.launch.background_work import start_run_work, stop_work
 from app.runs.detail import checkpoints
 from app.runs.exports import EXPORTS, ExportFolder
 from app.runs.safe_read import read_span
@@ -29,35 +28,23 @@ _MAX_TEXT_BYTES = 1 << 16
 _MOST_LINES = 12
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a page asks for; untrusted.
-
-    Args:
-        checkpoint: name of the checkpoint.
-        merged: whether to merge the adapter into the base.
-        averaged: whether to export the moving average of the weights.
-        gguf: types of GGUF files to write beside it.
-    """
-
-    checkpoint: Any
-    merged: bool = False
-    averaged: bool = False
-    gguf: Sequence[str] = ()
-
-    def options(self) -> list[str]:
-        """The options of `tunesmith export`."""
-        flags = [*(["--merged"] if self.merged else []), *(["--ema"] if self.averaged else [])]
-        files = ["--gguf", ",".join(self.gguf)] if self.gguf else []
-        return ["--checkpoint", str(self.checkpoint), *flags, *files, "--replace"]
+def _options(wanted: ExportRequest) -> list[str]:
+    """The options of `tunesmith export`."""
+    flags = [*(["--merged"] if wanted.merged else []), *(["--ema"] if wanted.averaged else [])]
+    files = ["--gguf", wanted.gguf] if wanted.gguf else []
+    return ["--checkpoint", str(wanted.checkpoint), *flags, *files, *(["--replace"] if wanted.replace else [])]
 
 
 def _argv(run: RunFolder, options: Sequence[str]) -> list[str]:
     return ["export", str(run.path), *options]
 
 
-def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
+def start(run: RunFolder, wanted: ExportRequest) -> ExportFolder:
     """Starts an export in the background.
+
+    Args:
+        run: the run.
+        wanted: untrusted; replaces an earlier export of the same kind.
 
     Raises:
         ConfigError: if an export of the run is running, or with what `tunesmith export` refuses; nothing is left then.
@@ -65,25 +52,13 @@ def start(run: RunFolder, wanted: Wanted) -> ExportFolder:
     if wanted.checkpoint not in [checkpoint["name"] for checkpoint in checkpoints(run)]:
         quoted = repr(shortened(str(wanted.checkpoint)))
         raise ConfigError(f"checkpoint={quoted} is not in this run; choose one from the list")
-    if unknown := [name for name in wanted.gguf if name not in offered_types()[0]]:
-        raise ConfigError.about("gguf", shortened(str(unknown[0])), "is not offered here", "choose one from the list")
-    types = ",".join(wanted.gguf) or None
-    target, _, _ = check_export(
-        run, wanted.checkpoint, merged=wanted.merged, averaged=wanted.averaged, gguf=types, replace=True
-    )  # fmt: skip
-    options = wanted.options()
-    try:
-        if EXPORTS.running(run) is None:
-            run.own_folder(EXPORTS.folder)
-        (run.path / EXPORTS.folder).mkdir(exist_ok=True)
-        with EXPORTS.lock(run) as lock:
-            folder = EXPORTS.following(run)
-            folder.path.mkdir()
-            start_work(folder, _argv(run, options), {"target": str(target), "options": options}, [lock.fileno()])
-    except OSError as error:
-        problem = f"{error.filename or run.path} cannot be written: {error.strerror}"
-        raise ConfigError(f"run {run.id} cannot be exported: {problem}; check its permissions") from None
-    return folder
+    types = wanted.gguf.split(",") if wanted.gguf else []
+    if unknown := [name for name in types if name not in offered_types()[0]]:
+        raise ConfigError.about("gguf", shortened(unknown[0]), "is not offered here", "choose one from the list")
+    target, _, _ = check_export(run, wanted)
+    options = _options(wanted)
+    note = {"target": str(target), "options": options}
+    return start_run_work(EXPORTS, run, lambda _: _argv(run, options), note, "exported")
 
 
 def stop(run: RunFolder) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from app.console import clean, counted
 from app.hardware import Devices
-from app.launch.background_work import start_work, stop_work
+from app.launch.background_work import start_run_work, stop_work
 from app.launch.restarts import need_of
 from app.prove.plan import PROVE, REFERENCE, STEPS, make_plan
 from app.runs.proofs import PROOFS, ProofFolder
@@ -99,7 +99,7 @@ def command(run: RunFolder) -> str:
 
 
 def _argv(run: RunFolder, proof: ProofFolder, control: bool) -> list[str]:
-    return [*arguments(run, control), "--output_dir", str(proof.report)]
+    return ["prove", *arguments(run, control), "--output_dir", str(proof.report)]
 
 
 # -- starting and stopping -------------------------------------------------------------------------------------------
@@ -117,24 +117,14 @@ def start(run: RunFolder, control: bool = False) -> ProofFolder:
     """
     if reason := refusal(run):
         raise ConfigError(f"run {run.id} cannot be proved: {reason}")
-    try:
-        if PROOFS.running(run) is None:
-            _refuse_request(run, _argv(run, PROOFS.following(run), control))
-            run.own_folder(PROOFS.folder)
-        (run.path / PROOFS.folder).mkdir(exist_ok=True)
-        with PROOFS.lock(run) as lock:
-            proof = PROOFS.following(run)
-            proof.path.mkdir()
-            start_work(proof, ["prove", *_argv(run, proof, control)], {"control": control}, [lock.fileno()])
-    except OSError as error:
-        problem = f"{error.filename or run.path} cannot be written: {error.strerror}"
-        raise ConfigError(f"run {run.id} cannot be proved: {problem}; check its permissions") from None
-    return proof
+    if PROOFS.running(run) is None:
+        _refuse_request(run, _argv(run, PROOFS.following(run), control))
+    return start_run_work(PROOFS, run, lambda proof: _argv(run, proof, control), {"control": control}, "proved")
 
 
 def _refuse_request(run: RunFolder, argv: list[str]) -> None:
     """Raises ConfigError with what `prove` refuses, why the strategy cannot run here, or who holds its devices."""
-    args = PROVE.read(argv)
+    args = PROVE.read(argv[1:])
     if args is None:
         raise AssertionError("no help was requested")
     reasons = [row.reason for row in make_plan(args).rows if row.reason]

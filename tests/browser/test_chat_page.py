@@ -130,7 +130,12 @@ def test_base_and_tuned_answer_side_by_side(tabs: Tabs, chatting: Served, size: 
     screenshot(page, f"chat-answered-{size}-{scheme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= SIZES[size][0]
     axe(page)
-    send(page, "and as YAML?")
+    field = page.get_by_label("Message", exact=True)
+    field.fill("and as YAML?")
+    field.press("Shift+Enter")
+    field.press_sequentially("please")
+    expect(field).to_have_value("and as YAML?\nplease")
+    field.press("Enter")
     wait_for_answers(page, 2)
     page.on("dialog", lambda dialog: dialog.accept())
     page.locator("#chat-clear").click()

@@ -73,6 +73,17 @@ def test_what_is_too_wide_is_seen(new_page: Tabs) -> None:
     assert [width for _, width in overflows(page)] == [390, 1440] * len(THEMES)
 
 
+def test_what_a_page_is_for_is_in_its_first_view(new_page: Tabs) -> None:
+    for path, name in (("/", "#launch"), ("/data", "#data-show"), ("/evaluate", "#eval-start"), ("/chat", "textarea")):
+        page = new_page(path)
+        page.wait_for_selector("html[data-shown]", state="attached")
+        expect(page.locator(name).first).to_be_in_viewport(ratio=1)
+        below = page.locator("#all-options, #eval-list").filter(visible=True)  # control
+        assert below.count() == (path in ("/", "/evaluate"))
+        for each in below.all():
+            expect(each).not_to_be_in_viewport(ratio=1)
+
+
 # Whether nothing covers or cuts off the help of an option.
 _HELP_IN_SIGHT = """(help) => {
   const box = help.getBoundingClientRect();

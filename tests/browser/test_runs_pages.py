@@ -257,11 +257,16 @@ def test_seeds_are_one_band_and_the_best_is_by_the_chosen_measure(new_page: Tabs
         shutil.rmtree(run.path)
 
 
+_AREA = "(plots) => plots.map((plot) => plot.clientWidth * plot.clientHeight)"
+
+
 def test_a_finished_run_shows_charts_log_and_checkpoints(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
     expect(page.locator("h1")).to_contain_text("done-run")
     expect(page.locator(".u-wrap[aria-label^='Loss: train from']")).to_be_visible()
     expect(page.locator(".u-legend").first).to_contain_text("replaced, attempt 1")
+    loss, *others = page.locator(".ts-chart:visible .u-over").evaluate_all(_AREA)
+    assert loss > 3 * max(others), "what training is about is the largest chart"
     expect(page.locator(".ts-lines")).to_contain_text("step 600")
     expect(page.get_by_role("region", name="Checkpoints")).to_contain_text("best")
     expect(page.get_by_role("button", name="Delete")).to_be_visible()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM
 
-from app.launch.actions import export
+from app.launch.actions import ExportRequest, export
 from tests.launching import Finished, launch_well
 from tests.parity.runs import mostly_long, options, run
 from trainers.checkpoint.weights import saved_tensors
@@ -122,7 +122,7 @@ def test_it_goes_on_after_a_resume(before: str, after: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("method", mostly_long(["full", "lora"], ["lora"]))
 def test_stock_libraries_load_its_export(method: str, tmp_path: Path) -> None:
     trained = finished("fsdp2" if method == "full" else "zero2", method)
-    folder = export(trained.run, output=tmp_path / "averaged", averaged=True).folder
+    folder = export(trained.run, ExportRequest(output=tmp_path / "averaged", averaged=True)).folder
     assert f"ema_decay={DECAY}" in (folder / "README.md").read_text()
     loader: Any = AutoModelForCausalLM if method == "full" else AutoPeftModelForCausalLM
     model = loader.from_pretrained(folder)
@@ -135,5 +135,5 @@ def test_stock_libraries_load_its_export(method: str, tmp_path: Path) -> None:
 def test_a_run_without_one_refuses_to_export_it(tmp_path: Path) -> None:
     trained = run(1, "lora", True, "single", max_steps=1)
     with pytest.raises(ConfigError, match=r"keeps no moving average of its weights; train with ema_decay=0\.999"):
-        export(trained.run, output=tmp_path / "averaged", averaged=True)
+        export(trained.run, ExportRequest(output=tmp_path / "averaged", averaged=True))
     assert not (tmp_path / "averaged").exists()

@@ -110,4 +110,6 @@ def text_of(value: Any) -> str:
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, dict):
         value = [f"{key}={entry}" for key, entry in value.items()]
+    if isinstance(value, float):
+        return str(value).removesuffix(".0")
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.objectives import (
     ANSWER,
@@ -67,7 +68,8 @@ def _explain(detail: dict[str, Any]) -> Mistake:
     field = TrainConfig.model_fields.get(name)
     extra: Any = field.json_schema_extra if field else {}
     unit = f" ({extra['unit']})" if extra.get("unit") else ""
-    return Mistake(name, text, f"is refused: {detail['msg'][0].lower()}{detail['msg'][1:]}{unit}", _default_hint(name))
+    message = detail["msg"].partition(", unable to parse")[0]  # what follows says no more
+    return Mistake(name, text, f"is refused: {message[0].lower()}{message[1:]}{unit}", _default_hint(name))
 
 
 def _missing(name: str) -> Mistake:
@@ -76,7 +78,7 @@ def _missing(name: str) -> Mistake:
 
 def _default_hint(name: str) -> str:
     field = TrainConfig.model_fields[name]
-    return f"its default is {field.get_default()!r}" if not field.is_required() else "it must be given"
+    return f"its default is {text_of(field.get_default()) or 'none'}" if not field.is_required() else "it must be given"
 
 
 def conflicting_options(config: TrainConfig) -> list[Mistake]:

@@ -53,14 +53,13 @@ class Page:
         """Lays out the components and connects their events."""
         gr.HTML(title("Chat", _LEAD), padding=False, apply_default_css=False)
         self._lay_out_models()
-        self.status = gr.HTML(_status(self.pair), padding=False, apply_default_css=False, elem_id="chat-status")
         self.alerts = gr.HTML("", padding=False, apply_default_css=False, elem_id="chat-alerts")
         with gr.Row(equal_height=True, elem_id="chat-panes"):
             self.views = {pane: _view(pane) for pane in PANES}
         self.data = {pane: gr.Textbox(visible=False, elem_id=f"chat-data-{pane}") for pane in PANES}
         self.sure = gr.Checkbox(visible=False)
         self.message = gr.Textbox(
-            label="Message", lines=2, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
+            label="Message", lines=1, max_lines=8, max_length=MAX_CHARACTERS, elem_id="chat-message",
             placeholder="Enter sends, Shift+Enter starts a new line", submit_btn=False,
         )  # fmt: skip
         with gr.Row():
@@ -69,36 +68,38 @@ class Page:
             self.undo_button = gr.Button("Undo", size="md", min_width=100, scale=0, elem_id="chat-undo")
             self.clear_button = gr.Button("Clear", size="md", min_width=100, scale=0, elem_id="chat-clear")
             self.save_button = gr.Button("Save as JSONL", size="md", min_width=140, scale=0, elem_id="chat-save")
-            self.raw = gr.Checkbox(label="Plain text as generated", value=False, min_width=220, elem_id="chat-raw")
+            self.raw = gr.Checkbox(
+                label="Plain text as generated", value=False, container=False, min_width=220, elem_id="chat-raw"
+            )
         self.rows = gr.Textbox(visible=False)
         self._lay_out_options()
         self._connect()
 
     def _lay_out_models(self) -> None:
-        with gr.Row(equal_height=False):
+        with gr.Row(equal_height=False, elem_id="chat-models"):
             self.run = gr.Dropdown(
                 label="Run or base model", allow_custom_value=True, scale=3, min_width=240,
-                info="A run, or a base model alone: embedded, a Hub id, or a local folder.", elem_id="chat-run",
+                info="A run, embedded, a Hub id or a local folder.", elem_id="chat-run",
             )  # fmt: skip
             self.weights = gr.Dropdown(
                 label="Checkpoint", scale=2, min_width=180, allow_custom_value=True, elem_id="chat-checkpoint",
-                info="The run's export (model), or one of its checkpoints.",
+                info="Its export (model), or a checkpoint.",
             )  # fmt: skip
-            self.device = gr.Dropdown(
-                _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
-                info="Reserved while loaded.",
-            )  # fmt: skip
-        with gr.Row(equal_height=False):
             self.other = gr.Dropdown(
                 [BASE, NOTHING], value=BASE[1], label="Compare with", allow_custom_value=True, scale=3,
                 min_width=240, info="Another model takes memory of its own.", elem_id="chat-other",
             )  # fmt: skip
             self.other_weights = gr.Dropdown(
-                label="Its checkpoint", scale=2, min_width=180, allow_custom_value=True,
-                elem_id="chat-other-checkpoint", info="If it is a run.",
+                label="Its checkpoint", scale=2, min_width=180, allow_custom_value=True, visible=False,
+                elem_id="chat-other-checkpoint", info="Its export, or a checkpoint.",
             )  # fmt: skip
-        with gr.Row():
+            self.device = gr.Dropdown(
+                _devices(), value="auto", label="Device", scale=1, min_width=150, elem_id="chat-device",
+                info="Held while loaded.",
+            )  # fmt: skip
+        with gr.Row(elem_id="chat-load"):
             self.load_button = gr.Button("Load", size="md", min_width=110, scale=0)
+            self.status = gr.HTML(_status(self.pair), padding=False, apply_default_css=False, elem_id="chat-status")
             self.free_button = gr.Button("Free memory", size="md", min_width=130, scale=0, elem_id="chat-free")
 
     def _lay_out_options(self) -> None:
@@ -173,14 +174,15 @@ class Page:
         if not known:  # a base model alone
             views[1] = Html("")
         return (
-            gr.update(choices=[*names, EMBEDDED], value=name), gr.update(choices=known, value=first),
+            gr.update(choices=[*names, EMBEDDED], value=name),
+            gr.update(choices=known, value=first, visible=bool(known)),
             gr.update(choices=[BASE, NOTHING, *names, EMBEDDED]), *views,
         )  # fmt: skip
 
     def list_weights(self, name: Any) -> Any:
-        """The checkpoints of the chosen run."""
+        """The checkpoints of the chosen run; a base model has none to choose from."""
         known = self._weights(name)
-        return gr.update(choices=known, value=next(iter(known), None))
+        return gr.update(choices=known, value=next(iter(known), None), visible=bool(known))
 
     def _weights(self, name: Any) -> list[str]:
         try:
@@ -350,7 +352,7 @@ def _state(state: dict[str, Any]) -> Html:
         return _line("starting", "loading", f"{state['loading']} …", state)
     if not state["loaded"]:
         line = "No model is loaded, and no GPU is in use. Send or Load loads the one chosen above."
-        return element("p", element("strong", line), role="status", class_="ts-unloaded")
+        return element("p", line, role="status", class_="ts-note ts-unloaded")
     model = " ".join(filter(None, [state["name"], state["weights"]]))
     kind = ("running", "answering") if state["busy"] else ("done", "loaded")
     return _line(*kind, model, state)

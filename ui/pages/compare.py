@@ -15,6 +15,7 @@ from app.runs.metrics import READ_SECONDS, Curves
 from app.runs.runs import run_of_id
 from app.sweep.record import SweepFolder, SweepRecord, list_sweeps, true_state
 from app.sweep.report import comparison_of, standing
+from trainers.config.fields import text_of
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.parts import (
@@ -190,8 +191,9 @@ def _spread(comparison: dict[str, Any]) -> Html:
 def _measure_texts(name: str, values: Sequence[float | None]) -> list[str]:
     if name == "time":
         return list(map(duration_text, values))
-    unit = MEASURES[name].unit
-    return [f"{text} {unit}" if unit and text != "-" else text for text in measure_texts(values)]
+    measure = MEASURES[name]
+    texts = measure_texts(values, measure.digits)
+    return [f"{text} {measure.unit}" if measure.unit and text != "-" else text for text in texts]
 
 
 def _small(content: str) -> Html:
@@ -228,8 +230,6 @@ def _side_by_side(table: Html) -> Html:
 
 
 def _setting_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    return "-" if value in (None, "", {}) else str(value)
+        return ", ".join(map(text_of, value)) or "-"
+    return "-" if value in (None, "", {}) else text_of(value)

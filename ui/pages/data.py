@@ -96,25 +96,20 @@ class _Page:
             )
             self.train = gr.Button("Train on this", elem_id="data-train", size="md", scale=0, min_width=160)
         self.mistakes = gr.HTML(mistakes_panel([]), elem_id="data-mistakes", padding=False, apply_default_css=False)
-        with gr.Row():
+        with gr.Row(elem_id="data-columns"):
             with gr.Column(scale=3, min_width=300):
                 self._lay_out_rows()
             with gr.Column(scale=2, min_width=300):
                 gr.HTML("<h2>Statistics</h2>", padding=False, apply_default_css=False)
                 with gr.Row():
                     self.count = gr.Button("Count everything", elem_id="data-count", size="md", min_width=190, scale=0)
-                    self.languages = gr.Checkbox(
-                        False,
-                        label="Languages",
-                        elem_id="data-languages",
-                        container=False,
-                        scale=0,
-                        min_width=120,
-                        info=f"Tell those of {SAMPLED:,} documents; takes some seconds.",
-                    )
                     self.cancel = gr.Button(
                         "Stop counting", elem_id="data-cancel", size="md", min_width=150, scale=0, visible=False
                     )
+                self.languages = gr.Checkbox(
+                    False, label=f"Also tell the languages of {SAMPLED:,} documents; takes some seconds",
+                    elem_id="data-languages", container=False,
+                )  # fmt: skip
                 self.statistics = gr.HTML(
                     statistics_panel(None), elem_id="data-statistics", padding=False, apply_default_css=False
                 )
@@ -127,11 +122,11 @@ class _Page:
             common: dict[str, Any] = {"max_lines": 1, "html_attributes": PLAIN, "elem_classes": ["ts-field"],
                                       "interactive": True, "min_width": 190}  # fmt: skip
             self.threshold = gr.Textbox(
-                str(DEFAULT_THRESHOLD), label="Alike from", elem_id="data-threshold", **common,
+                str(DEFAULT_THRESHOLD), label="Alike from", elem_id="opt-near_duplicates", **common,
                 info=f"{LEAST_THRESHOLD} to 1: the share of runs of three words that both rows must have.",
             )  # fmt: skip
             self.against = gr.Textbox(
-                "", label="Other data", elem_id="data-against", placeholder="none", **common,
+                "", label="Other data", elem_id="opt-against", placeholder="none", **common,
                 info="A file or Hub id, such as a benchmark: which rows are in it?",
             )  # fmt: skip
         with gr.Row():

@@ -22,6 +22,7 @@ from app.services.chat import weights_of
 from app.services.choices import gpu_choices, strategy_choices
 from app.services.uploads import EXTENSIONS, store_upload
 from trainers.config.mistakes import ConfigError
+from trainers.config.options import EMBEDDED
 from ui.context import ServerContext
 from ui.live import json_response, live_part
 from ui.pages.evaluate_parts import (
@@ -39,6 +40,7 @@ from ui.parts import alert_list, loading, note, section, title
 _POLL_SECONDS = 1.0
 """Seconds between two refreshes."""
 _LEAD = "Compare models on the same rows: what they answer, how well they score, and what is more than chance."
+_NO_MODEL = note("Choose a model in step 1: what it started from is evaluated beside it.")
 _EMPTY = "None yet. Choose models above; the comparison appears here, and stays."
 _BASES = [("what the first run started from", BASE), ("the first model of the list", "none")]
 _QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
@@ -80,6 +82,18 @@ class _Page:
         self._connect(sure, cancel)
 
     def _lay_out_form(self) -> None:
+        with gr.Row():
+            with gr.Column(scale=5, min_width=300, elem_id="eval-fields"):
+                self._lay_out_fields()
+            with gr.Column(scale=3, min_width=300, elem_id="eval-side"):
+                gr.HTML("<h2>5. Start</h2>", padding=False, apply_default_css=False)
+                self.start = gr.Button("Evaluate", variant="primary", elem_id="eval-start", size="md")
+                self.mistakes = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-mistakes")
+                self.command = gr.HTML(_NO_MODEL, apply_default_css=False, padding=False, elem_id="eval-command")
+        gr.HTML("<h2>Evaluations</h2>", padding=False, apply_default_css=False)
+        self.list = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-list")
+
+    def _lay_out_fields(self) -> None:
         gr.HTML("<h2>1. Models</h2>", padding=False, apply_default_css=False)
         with gr.Row(elem_classes=["ts-fields", "ts-wide"]):
             self.models = gr.Dropdown(
@@ -130,11 +144,6 @@ class _Page:
                 visible=not gpus, placeholder=str(CPU_PROCESSES), elem_id="opt-num_processes", html_attributes=PLAIN,
                 elem_classes=["ts-field"], min_width=280,
             )  # fmt: skip
-        self.start = gr.Button("Evaluate", variant="primary", elem_id="eval-start", size="md", scale=0, min_width=200)
-        self.mistakes = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-mistakes")
-        self.command = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-command")
-        gr.HTML("<h2>Evaluations</h2>", padding=False, apply_default_css=False)
-        self.list = gr.HTML(apply_default_css=False, padding=False, elem_id="eval-list")
 
     def _text(self, name: str, label: str, info: str, placeholder: str) -> gr.Textbox:
         return gr.Textbox(
@@ -167,8 +176,9 @@ class _Page:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def prefill(self, request: gr.Request) -> list[Any]:
-        """The models to choose from, with the run in the URL chosen; and who holds the GPUs."""
-        names, chosen = model_choices(self.context.runs_dir), list[str]()
+        """The models to choose from, with the run in the URL or else the newest chosen; and who holds the GPUs."""
+        names = model_choices(self.context.runs_dir)
+        chosen = [name for name in names[:1] if name != EMBEDDED]
         try:
             run = run_of_id(request.query_params.get("run"), self.context.runs_dir)
             weights = next(iter(weights_of(run)), None)
@@ -181,7 +191,7 @@ class _Page:
     def preview(self, *raw: Any) -> str:
         """The command that does what the form says."""
         if not raw[0]:
-            return ""  # the command would be refused
+            return _NO_MODEL
         try:
             return command_box(command(dict(zip(FIELDS, raw, strict=True)), self.context.runs_dir))
         except ConfigError:

@@ -97,8 +97,8 @@ def run_evaluations(run: RunFolder, entries: Sequence[dict[str, Any]], total: in
     if not weights_of(run):
         lead = note("A run is evaluated once it has a checkpoint or an export.")
         return section("Evaluations", join([lead, evaluations_table(entries, total, "")]))
-    start = element("p", element("a", "Evaluate this run", href=f"/evaluate?{urlencode({'run': run.id})}",
-                                 class_="ts-button"))  # fmt: skip
+    start = element("div", element("a", "Evaluate this run", href=f"/evaluate?{urlencode({'run': run.id})}",
+                                 class_="ts-button"), class_="ts-tools")  # fmt: skip
     empty = "None yet. An evaluation compares it with what it started from, on the same rows."
     return section("Evaluations", join([start, evaluations_table(entries, total, empty)]))
 

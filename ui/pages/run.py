@@ -128,7 +128,7 @@ class _Page:
                 name: gr.Button(
                     label, visible=False, size="sm", min_width=100 if len(label) < 14 else 160, scale=0,
                     elem_id=f"run-{name}",
-                    variant="stop" if name == "delete" else "primary" if name == "resume" else "secondary",
+                    variant="primary" if name == "resume" else "secondary",
                 )
                 for name, label in _BUTTONS.items()
                 if name in names

@@ -61,8 +61,11 @@ class ExportPart:
 
     def start(self, run: RunFolder, checkpoint: Any, merged: Any, averaged: Any, gguf: Any) -> None:
         """Starts an export of what the form says; raises ConfigError if it is refused."""
-        types = [str(name) for name in gguf] if isinstance(gguf, list) else []
-        exports.start(run, exports.Wanted(checkpoint, merged is True, averaged is True, types))
+        types = ",".join(map(str, gguf)) if isinstance(gguf, list) else ""
+        wanted = actions.ExportRequest(
+            checkpoint, merged=merged is True, averaged=averaged is True, gguf=types or None, replace=True
+        )
+        exports.start(run, wanted)
 
     def lay_out_status(self) -> None:
         """Adds what is shown of an export."""

@@ -26,6 +26,7 @@ from ui.parts import (
     percent_text,
     section,
     sentence,
+    text,
     title,
     unbroken,
     with_code,
@@ -109,16 +110,26 @@ def _cpus(processes: int | None) -> str:
 def _cause_and_next(view: dict[str, Any], diagnosed: bool) -> Html:
     """The cause of the state, and what to do next."""
     has_cards = diagnosed and view["state"] == "failed"
-    lines = [line for line in ("" if has_cards else view["cause"], view["next"]) if line]
+    lines: list[Any] = [] if has_cards or not view["cause"] else [view["cause"]]
     if view["export_dir"]:
         chat = link("chat", "open it in Chat", run=view["id"])
-        lines = [line for line in lines if line != view["next"] or view["state"] != "done"]
         lines.append(join([f"The model is in {view['export_dir']}: ", chat]))
+    elif view["state"] == "done" and view["checkpoints"]:
+        chat = link("chat", "Chat with the model", run=view["id"])
+        lines.append(join([chat, ", or export it with the button below."]))
+    if view["next"] and view["state"] != "done":
+        lines.append(_with_command(view["next"]))
     if view["bad_checkpoints"]:
         lines.append(f"Damaged checkpoints were set aside: {', '.join(view['bad_checkpoints'][:5])}")
     if has_cards:
         return join(map(note, lines))
     return alert_list(lines, _KINDS.get(view["state"], "info"))  # type: ignore[arg-type]
+
+
+def _with_command(line: str) -> Html:
+    """A sentence that may end in a command, which is set as code."""
+    before, colon, command = line.partition(": tunesmith ")
+    return join([before, ": ", element("code", unbroken(f"tunesmith {command}"))]) if colon else text(line)
 
 
 def diagnosis_cards(diagnoses: Sequence[Diagnosis], state: str, cause: str = "") -> Html:

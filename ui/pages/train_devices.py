@@ -118,7 +118,8 @@ def _machines_fields(runs_dir: Path) -> list[gr.components.Component]:
         elif name == "main_process_ip":
             fields.append(gr.Dropdown(own_addresses(), allow_custom_value=True, **common))
         else:
-            fields.append(gr.Textbox(**common, max_lines=1, html_attributes=PLAIN))
+            empty = "all of them" if name == "min_machines" else ""
+            fields.append(gr.Textbox(**common, max_lines=1, placeholder=empty, html_attributes=PLAIN))
     return fields
 
 

@@ -54,7 +54,8 @@ STEP_FIELDS = {
 HINTS = {
     "model_name_or_path": "Hub id or local folder",
     "dataset_name": "file, folder, glob or Hub id",
-    "mix": "YAML file of sources and weights",
+    "mix": "none, or a YAML file",
+    "columns": "prompt=question",
 }
 PLAIN = gr.InputHTMLAttributes(autocomplete="off", autocorrect="off", autocapitalize="off", spellcheck=False)
 _STEP_OPTIONS = {"objective", *OWN_OPTIONS, *(name for options in STEP_FIELDS.values() for name in options)}

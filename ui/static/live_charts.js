@@ -82,16 +82,31 @@ Object.assign(Live, (() => {
      a mark without a label is a tick on the x axis. The x axis spans `extent`, by default that of the lines. */
   class Chart {
     constructor(parent, name, { height = 190, hint = "", group = new ChartGroup(() => {}, () => {}) } = {}) {
+      this.ownHeight = height;
       this.name = name;
       this.group = group;
       group.charts.push(this);
-      this.height = height;
       this.box = make("figure", { class: "ts-chart" }, make("figcaption", {}, name), hint && make("p", { class: "ts-note" }, hint));
       this.plotArea = make("div", { class: "ts-plot" });
       this.box.append(this.plotArea);
       parent.append(this.box);
       this.key = "";
-      new ResizeObserver(() => this.plot?.setSize({ width: this.plotArea.clientWidth, height })).observe(this.plotArea);
+      new ResizeObserver(() => this.fit()).observe(this.plotArea);
+    }
+
+    // The chart that leads is as large as the styles make it (.ts-chart-lead); the others have a height of their own.
+    get height() {
+      return parseInt(getComputedStyle(this.box).getPropertyValue("--ts-lead-height")) || this.ownHeight;
+    }
+
+    fit() {
+      const { height } = this, width = this.plotArea.clientWidth;
+      if (this.plot && (this.plot.height !== height || this.plot.width !== width)) this.plot.setSize({ width, height });
+    }
+
+    lead(on) {
+      this.box.classList.toggle("ts-chart-lead", on);
+      this.fit();
     }
 
     show(lines, { axis = "step", log = false, marks = [], extent = null } = {}) {
@@ -163,7 +178,7 @@ Object.assign(Live, (() => {
       const ticks = { stroke: text, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui, sans-serif" };
       this.plot = new uPlot({
         width: this.plotArea.clientWidth || 300, height: this.height, series, bands,
-        padding: [null, (plot) => this.nameSpace(plot, used) || 25, null, null],
+        padding: [() => (this.marks.some(({ label }) => label) ? 22 : 12), (plot) => this.nameSpace(plot, used) || 25, null, null],
         scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
@@ -243,7 +258,7 @@ Object.assign(Live, (() => {
     }
 
     drawMarks(plot, colour) {
-      const { ctx, bbox } = plot, page = getComputedStyle(this.plotArea).getPropertyValue("--ts-page").trim();
+      const { ctx, bbox } = plot;
       ctx.save();
       ctx.strokeStyle = ctx.fillStyle = colour;
       ctx.textAlign = "left";
@@ -262,10 +277,8 @@ Object.assign(Live, (() => {
         ctx.moveTo(at, bbox.top);
         ctx.lineTo(at, bbox.top + bbox.height);
         ctx.stroke();
-        ctx.fillStyle = page;  // curves stay behind the words
-        ctx.fillRect(at + 2, bbox.top, ctx.measureText(label).width + 6, 16 * devicePixelRatio);
-        ctx.fillStyle = colour;
-        ctx.fillText(label, at + 5, bbox.top + 12 * devicePixelRatio);
+        const right = bbox.left + bbox.width - ctx.measureText(label).width;
+        ctx.fillText(label, Math.min(at, right), bbox.top - 6 * devicePixelRatio);  // above the plot, where no curve is
       }
       ctx.restore();
     }

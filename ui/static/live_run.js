@@ -113,6 +113,8 @@ Live.run = (element, server) => {
           series.push({ label: `replaced, attempt ${curve.attempt + 1}`, x: curve.step.map(toAxis), y: curve.loss, colour: 7, faint: true });
       chart.show(series, { axis: options.axis, log: options.log && logs, extent, marks: name === "Loss" ? [...marks, ...saved] : marks });
     }
+    const first = CHARTS.find(({ chart }) => !chart.box.hidden);
+    for (const each of CHARTS) each.chart.lead(each === first);
   }
 
   const refresh = poll(root, async () => {

@@ -355,7 +355,7 @@ def test_a_wrong_export_is_refused_before_anything_starts(words: dict[str, Any],
     Path("full of things/thesis.txt").touch()
     Path("a file").touch()
     with pytest.raises(ConfigError, match=line):
-        actions.export(run, **words)
+        actions.export(run, actions.ExportRequest(**words))
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_wrong_export_is_refused_before_anything_starts(words: dict[str, Any],
 def test_a_checkpoint_that_is_not_there_is_refused(checkpoint: str | None, line: str) -> None:
     run = made_run(RUNS, "a")
     with pytest.raises(ConfigError, match=line):
-        actions.export(run, checkpoint)
+        actions.export(run, actions.ExportRequest(checkpoint))
     assert not (run.path / "export-adapter").exists()
 
 
@@ -379,7 +379,7 @@ def test_only_a_checkpoint_of_the_run_is_exported(checkpoint: str) -> None:
     run = made_run(RUNS, "a")
     add_checkpoint(run, 5)
     with pytest.raises(ConfigError, match="does not exist; run a has: step-00000005"):
-        actions.export(run, checkpoint)
+        actions.export(run, actions.ExportRequest(checkpoint))
 
 
 # -- the verbs ---------------------------------------------------------------------------------------------------------

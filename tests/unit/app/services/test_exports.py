@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from app.launch import actions
+from app.launch.actions import ExportRequest
 from app.runs.exports import EXPORTS, ExportFolder
-from app.services.exports import Wanted, newest, start, stop
+from app.services.exports import newest, start, stop
 from tests.made_runs import add_checkpoint, made_run
 from trainers.config.gguf_types import LLAMA_CPP, offered_types
 from trainers.config.mistakes import ConfigError
@@ -41,14 +42,17 @@ def work(run: RunFolder, printed: str, **note: Any) -> ExportFolder:
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        (Wanted("step-00000099"), "checkpoint='step-00000099' is not in this run"),
-        (Wanted("../../etc"), "is not in this run"), (Wanted(None), "is not in this run"),
-        (Wanted(["x"]), "is not in this run"), (Wanted(CHECKPOINT, averaged=True), "keeps no moving average"),
-        (Wanted(CHECKPOINT, merged=True, gguf=["f16"]), "gguf=f16 is not offered here"),
-        (Wanted(CHECKPOINT, merged=True, gguf=["--output"]), "is not offered here"),
+        (ExportRequest("step-00000099"), "checkpoint='step-00000099' is not in this run"),
+        (ExportRequest("../../etc"), "is not in this run"), (ExportRequest(None), "is not in this run"),
+        (ExportRequest(["x"]), "is not in this run"),
+        (ExportRequest(CHECKPOINT, averaged=True), "keeps no moving average"),
+        (ExportRequest(CHECKPOINT, merged=True, gguf="f16"), "gguf=f16 is not offered here"),
+        (ExportRequest(CHECKPOINT, merged=True, gguf="--output"), "is not offered here"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_exported_is_refused_and_leaves_nothing(run: RunFolder, wanted: Wanted, says: str) -> None:
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    run: RunFolder, wanted: ExportRequest, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         start(run, wanted)
     assert not (run.path / "exports").exists()
@@ -67,7 +71,7 @@ def test_an_adapter_is_merged_for_gguf_files(
     monkeypatch.setenv(LLAMA_CPP, str(tmp_path))
     assert {"f16", "bf16", "f32"} <= {*offered_types()[0]}
     with pytest.raises(ConfigError, match="add --merged"):
-        start(run, Wanted(CHECKPOINT, gguf=["f16"]))
+        start(run, ExportRequest(CHECKPOINT, gguf="f16"))
     monkeypatch.setenv(LLAMA_CPP, str(tmp_path / "runs"))
     assert offered_types()[0] == [], "that folder has no converter"
 
@@ -78,7 +82,7 @@ def test_one_at_a_time_and_nothing_else_meanwhile(run: RunFolder) -> None:
         entry = newest(run)
         assert entry is not None
         assert (entry["state"], entry["doing"], entry["stopping"]) == ("running", "reading the checkpoint", False)
-        for change in (lambda: start(run, Wanted(CHECKPOINT)), lambda: actions.rename(run, "other"),
+        for change in (lambda: start(run, ExportRequest(CHECKPOINT)), lambda: actions.rename(run, "other"),
                        lambda: actions.delete(run)):  # fmt: skip
             with pytest.raises(ConfigError, match="an export of run first is running"):
                 change()
