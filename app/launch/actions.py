@@ -208,6 +208,8 @@ def _ended(run: RunFolder, verb: str) -> Iterator[TextIO]:
         raise ConfigError(f"{problem}; finish or delete it first")
     with contextlib.ExitStack() as stack:
         lock = stack.enter_context(run.hold())
+        if run.checkpoints.is_dir():
+            stack.enter_context(run.record.exported_alone())
         for work in (PROOFS, EXPORTS):
             if work.of(run):
                 stack.enter_context(work.lock(run))

@@ -82,6 +82,17 @@ def test_an_export_ends_with_its_command(number: signal.Signals, run: RunFolder,
         assert not unfinished(target)
 
 
+def test_two_exports_into_a_run_at_once_are_refused(run: RunFolder, tmp_path: Path) -> None:
+    """The second would replace what the first is writing without having been asked to; elsewhere it may go on."""
+    command = [*TUNESMITH, "export", str(run.path), "--merged"]
+    for more, expected in (([], 2), (["--output", str(tmp_path / "out")], 0)):
+        with run.record.exported_alone():
+            done = forked.run([*command, *more], cwd=tmp_path, env=inside(tmp_path), capture_output=True, text=True)
+        assert done.returncode == expected, done.stderr
+        assert ("run mine is being exported by another process; wait" in done.stderr) == (expected == 2)
+    assert not (run.path / "export-merged").exists()
+
+
 def test_what_a_killed_program_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     target = tmp_path / "out"
     left, foreign = new_beside(target), tmp_path / ".out.notes"

@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -429,7 +430,8 @@ def export_again(
 
     Raises:
         TrainingError: if the export is not the model that was trained.
-        ConfigError: if the run or the checkpoint is missing or bad, or the kind does not fit the method.
+        ConfigError: if the run or the checkpoint is missing or bad, the kind does not fit the method, or another
+            process exports the run to its own folder.
     """
     config = Request(config=str(run.config)).resolve()
     config = config.model_copy(update={"export_dtype": dtype}) if dtype else config
@@ -442,24 +444,27 @@ def export_again(
     if checkpoint and checkpoint not in names:
         raise ConfigError(f"checkpoint {checkpoint} does not exist; run {run.id} has: {', '.join(names)}")
     is_own = target.absolute() == run.path / export_name(kind, averaged) and run.record.exists()
-    if replaces and is_own:
-        run.record.refuse_foreign(target.name)
-    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
-        remedy = "use --replace, or a new folder" if is_own else "use a new folder, so that nothing is overwritten"
-        raise ConfigError(f"--output {target} is not empty; {remedy}")
-    folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
-    try:
-        manifest = verify(folder)
-        record = run.record if is_own else None
-        results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
-        is_result = folder.name == _chosen(run, names, config) and kind == export_kind(config) and not averaged
-        is_same = is_result and dtype is None and gguf is None
-        again = {} if is_same else _repeated(run, manifest["step"], kind, dtype, averaged, gguf)
-        checked = export_checkpoint(folder, config, target, kind, results, record, averaged, again, gguf)
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint") from None
+    with run.record.exported_alone() if is_own else nullcontext():
+        if replaces and is_own:
+            run.record.refuse_foreign(target.name)
+        elif target.exists() and (not target.is_dir() or any(target.iterdir())):
+            remedy = "use --replace, or a new folder" if is_own else "use a new folder, so that nothing is overwritten"
+            raise ConfigError(f"--output {target} is not empty; {remedy}")
+        folder = run.checkpoints / (checkpoint or _chosen(run, names, config))
+        try:
+            manifest = verify(folder)
+            record = run.record if is_own else None
+            results = {"step": manifest["step"], **({"weights": f"ema_decay={config.ema_decay}"} if averaged else {})}
+            is_result = folder.name == _chosen(run, names, config) and kind == export_kind(config) and not averaged
+            is_same = is_result and dtype is None and gguf is None
+            again = {} if is_same else _repeated(run, manifest["step"], kind, dtype, averaged, gguf)
+            checked = export_checkpoint(folder, config, target, kind, results, record, averaged, again, gguf)
+        except ConfigError:
+            raise
+        except (ValueError, OSError) as error:
+            raise ConfigError(
+                f"checkpoint {folder.name} cannot be exported: {error}; name another --checkpoint"
+            ) from None
     facts: dict[str, Any] = {"dtype": checked.dtype, "loss_difference": checked.difference, "check": str(checked)}
     facts |= {"gguf": [{**file.as_json(), "text": str(file)} for file in checked.gguf]}
     print(json.dumps({"export_dir": str(target.absolute()), "kind": kind, "step": manifest["step"], **facts}))

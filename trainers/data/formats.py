@@ -33,14 +33,16 @@ from trainers.data.shards import ROW_BYTES
 __all__ = ["Document", "Message", "RowError", "canonical", "recognise", "unrecognised", "wanted_columns"]
 
 OF_CHATS = ("system", "tools", "functions", "chat_template_kwargs")
+OF_ALPACA = ("instruction", "input", "history")
+"""Alpaca's columns of a question, which LLaMA-Factory's preferences have too."""
 OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have beside `FORMAT_COLUMNS`
-    LABELLED: ("prompt", "completion", "messages", "conversations", *OF_CHATS),
+    LABELLED: ("prompt", "completion", "messages", "conversations", "output", *OF_ALPACA, *OF_CHATS),
     "chat": OF_CHATS,
     "sharegpt": OF_CHATS,
     "prompt_completion": OF_CHATS,
     "alpaca": ("input", "system", "history"),
     "text": (),
-    PREFERENCE: ("prompt", "messages", "conversations", *OF_CHATS),
+    PREFERENCE: ("prompt", "messages", "conversations", *OF_ALPACA, *OF_CHATS),
     PROMPT: ("completion", *OF_CHATS),
 }
 SHAREGPT_ROLES = {
@@ -188,7 +190,11 @@ def values_by_role(
     if format_name is None:
         raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} match no known format")
     needed = FORMAT_COLUMNS[format_name]
-    values = {role: row.get(columns.get(role, role)) for role in (*needed, *OPTIONAL[format_name], *numeric)}
+    mapped = {column for role, column in columns.items() if column != role}  # not read under their own names too
+    values = {
+        role: None if role in mapped and role not in columns else row.get(columns.get(role, role))
+        for role in (*needed, *OPTIONAL[format_name], *numeric)
+    }
     for role in needed:
         column = columns.get(role, role)
         if column not in row:

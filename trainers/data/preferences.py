@@ -2,6 +2,7 @@
 
 Preferences come in the columns of TRL: `chosen` and `rejected`, each text, a message or messages, with their `prompt`
 in a column of its own or at their start. The conversation before them may also stand in `messages` or `conversations`.
+Or they have Alpaca's `instruction` and `input`, as in LLaMA-Factory.
 Single answers have a column `label`, true if they are desirable: TRL's `prompt` and `completion`, or a conversation.
 An objective may read numeric columns beside these, such as the `margin` of a pair.
 """
@@ -17,12 +18,14 @@ from typing import Any
 
 from trainers.config.objectives import ANSWER, PREFERENCE, SFT_FORMATS
 from trainers.data.formats import (
+    OF_ALPACA,
     OF_CHATS,
     SHAREGPT_ROLES,
     Document,
     answer_text,
     canonical,
     conversation,
+    from_alpaca,
     from_prompt_completion,
     optional_text,
     plain_text,
@@ -82,15 +85,18 @@ def example(
         return (canonical(row, name, columns, chat),)
     values, fields = values_by_role(row, name, columns, numeric)
     numbers = tuple(_number(values[role], columns.get(role, role), optional) for role, optional in numeric.items())
-    documents = _pair(values, fields) if name == PREFERENCE else (_labelled(values, fields),)
+    documents = _pair(values, chat, fields) if name == PREFERENCE else (_labelled(values, chat, fields),)
     refuse_too_large(documents)
     return tuple(replace(document, numbers=numbers) for document in documents) if numbers else documents
 
 
-def _labelled(values: dict[str, Any], fields: Fields) -> Document:
+def _labelled(values: dict[str, Any], chat: bool, fields: Fields) -> Document:
     """A prompt and its completion, or a conversation of which the last message is judged, with their label."""
     desirable = _label(values["label"])
     present = [role for role in _ANSWERED if values[role] is not None]
+    if not present and values["output"] is not None and _asks(values, ("prompt",)):
+        return replace(_of_alpaca(values, "output", chat, fields), desirable=desirable)
+    fields.add_unused({role: values[role] for role in ("output", *OF_ALPACA)})
     if len(present) != 1:
         problem = f"{' and '.join(present)} both hold an answer" if present else "the label judges no answer"
         raise RowError("wrong type", f"{problem}; give completion (with its prompt), messages or conversations")
@@ -133,7 +139,7 @@ def _number(value: Any, column: str, optional: bool) -> float | None:
     return number
 
 
-def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
+def _pair(values: dict[str, Any], chat: bool, fields: Fields) -> tuple[Document, ...]:
     for role in _SIDES:
         if values[role] is None:
             raise RowError("wrong type", f"{role} is null, not text or messages")
@@ -141,8 +147,26 @@ def _pair(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
     listed = [is_conversation(values[role]) for role in _SIDES]
     if listed[0] != listed[1]:
         raise RowError("wrong type", "one of chosen and rejected is text, the other messages; make both the same")
-    chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
+    if not listed[0] and _asks(values, _BEFORE):
+        chosen, rejected = (_of_alpaca(values, role, chat, fields) for role in _SIDES)
+        if values["chosen"] == values["rejected"]:
+            raise RowError("no preference", _ALIKE)
+    else:
+        fields.add_unused({role: values[role] for role in OF_ALPACA})
+        chosen, rejected = (_conversations if listed[0] else _texts)(values, fields)
     return chosen, replace(rejected, desirable=False)
+
+
+def _asks(values: dict[str, Any], before: Sequence[str]) -> bool:
+    """Whether Alpaca's columns hold the question: no other column does."""
+    return values["instruction"] not in _EMPTY and all(values[role] in _EMPTY for role in before)
+
+
+def _of_alpaca(values: dict[str, Any], answer: str, chat: bool, fields: Fields) -> Document:
+    """The answer in a column to the question in Alpaca's columns; replies of its history are not judged."""
+    answer_text(values[answer], answer)
+    document = from_alpaca({**values, "output": values[answer]}, chat, fields)
+    return replace(document, untrained=max(0, len(document.messages) - 1))
 
 
 def _messages(value: Any, role: str, fields: Fields) -> _Side:
@@ -170,6 +194,10 @@ def _conversations(values: dict[str, Any], fields: Fields) -> tuple[Document, ..
 def _messages_before(values: dict[str, Any], fields: Fields, chosen: list[Message]) -> list[Message]:
     """The conversation that the answers continue, unless they repeat it themselves."""
     present = [role for role in _BEFORE if values[role] not in _EMPTY]
+    if len(present) == 2 and present[0] == "prompt":
+        role = present[1]
+        if _messages(values[role], role, Fields())[0] == chosen:  # the chosen conversation again: UltraFeedback's
+            fields.unused.add(present.pop())
     if len(present) > 1:
         raise RowError("wrong type", f"{' and '.join(present)} both hold what comes before the answers; keep one")
     if not present:

@@ -251,6 +251,8 @@ def load_tokenizer(config: TrainConfig) -> Any:
         raise ConfigError.about("model_name_or_path", name, "has only a slow tokenizer", "convert it to tokenizer.json")
     tokenizer.name_or_path = name
     template = read_chat_template(config)
+    if template is None and not tokenizer.chat_template:
+        template = own_template(folder)  # that of a processor of images and text, which its tokenizer does not read
     if template is not None:
         tokenizer.chat_template = template
     if tokenizer.pad_token_id is None:

@@ -112,11 +112,11 @@ def _trl_names() -> dict[str, str]:
 
 
 def own_template(folder: Path) -> str | None:
-    """The default chat template in a tokenizer's folder, as transformers finds it, or None."""
+    """The default chat template in a tokenizer's folder, as transformers finds it, or else a processor's, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
-    for name in ("chat_template.json", "tokenizer_config.json"):
+    for name in ("tokenizer_config.json", "chat_template.json"):
         template = _in_json(folder / name)
         if template is not None:
             return template

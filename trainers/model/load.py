@@ -67,6 +67,8 @@ from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 
+_LFS_POINTER = b"version https://git-lfs"
+
 LOADER = "transformers.modeling_utils"
 """The logger of a table of missing weights, which would name a new head; `fit_lines` checks all others."""
 
@@ -262,10 +264,26 @@ def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
     path, revision = model_path(config), config.model_revision
     if not Path(path).is_dir() and (mistake := hub_mistake(path, revision, error)):
         return mistake
+    if known := _known_damage(Path(path)):
+        return Mistake("model_name_or_path", config.model_name_or_path, *known)
     problem = f"cannot be loaded: {str(error).strip().partition(chr(10))[0][:300]}"
     return Mistake(
         "model_name_or_path", config.model_name_or_path, problem, "check its name and files, or download it again"
     )
+
+
+def _known_damage(folder: Path) -> tuple[str, str] | None:
+    """What is wrong with a model's local folder and how to mend it, if it is something that many meet."""
+    weights = sorted(folder.glob("*.safetensors"))
+    for path in weights:
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return f": {path.name} is a pointer of Git LFS, not the weights", "run `git lfs pull` in that folder"
+    pickles = sorted(folder.glob("*.bin")) if not weights else []
+    if pickles:
+        problem = f": its weights are a pickle ({pickles[0].name}), which can run code when it is loaded"
+        return problem, "use a copy with safetensors, or convert a model that you trust with save_pretrained"
+    return None
 
 
 def _keep_layers(config: TrainConfig, model_config: Any) -> None:

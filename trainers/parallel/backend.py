@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainers.model.reachability import silent_weights
 from trainers.objectives.sampling import Sampled, SampleRequest
 from trainers.parallel.optimizer import empty_state, state_vectors, update_average, write_state_vectors
 from trainers.parallel.schedule_free import ScheduleFreeAdamW
@@ -336,3 +337,12 @@ def total_numel(loss: Any, tensor: TensorParallel | None) -> int:
         slices = parts.slices if parts else {}
         total += sum(slices.get(name, weight).shape.numel() for name, weight in model.named_parameters())
     return total
+
+
+def unsplit_numel(loss: Any, tensor: TensorParallel | None) -> int:
+    """Number of elements on this rank in weights that no text reaches, which tensor parallelism leaves whole.
+
+    Args:
+        loss, tensor: as for `total_numel`; the weights may be sharded by FSDP.
+    """
+    return sum(local_part(weight).numel() for weight in silent_weights(loss.base)) if tensor is not None else 0

@@ -31,7 +31,7 @@ from trainers.config.options import TrainConfig
 from trainers.model.casts import cast_before_gather
 from trainers.model.reachability import reach_noted
 from trainers.objectives.output_head import SCALAR_HEAD, decoder_of
-from trainers.parallel.backend import Backend, total_numel, trained_weights, zero_missing_gradients
+from trainers.parallel.backend import Backend, total_numel, trained_weights, unsplit_numel, zero_missing_gradients
 from trainers.parallel.fill import fill, filler
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
@@ -64,7 +64,7 @@ class FullySharded(Backend):
         self.shapes = {name: weight.shape for name, weight in trained_weights(loss.model)}
         self.tensor = getattr(loss, "tensor", None)
         classes = _set_wrap_policy(plugin, loss, self.version)
-        self.total_numel = total_numel(loss, self.tensor)
+        self.total_numel = total_numel(loss, self.tensor) - unsplit_numel(loss, self.tensor)
         cast = {id(loss.model.get_parameter(name)) for name in cast_before_gather(config, loss)}
         if self.version == 2:
             layers = _layers_in_order(loss, classes)  # FSDP changes their classes
@@ -90,6 +90,7 @@ class FullySharded(Backend):
         self.sums_groups = self.version == 2 and mesh.sizes.dp_replicate > 1
         # Count before any forward pass: after one without gradients, FSDP leaves the root's weights gathered.
         self.local_numel = sum(local_part(weight).numel() for weight in self.model.parameters())
+        self.local_numel -= unsplit_numel(loss, self.tensor)
         shard_ranks = distributed.get_process_group_ranks(self._shard_group())
         self.primary = shard_ranks[0] == 0 if mesh.device_mesh is None else mesh.index("dp_replicate") == 0
         # This rank's span of a weight starts after those of the preceding ranks in its shard group.

@@ -12,7 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainers.config.options import TrainConfig
 from trainers.model.reachability import reach_noted
-from trainers.parallel.backend import Backend, Beat, no_beat, total_numel, trained_weights, zero_missing_gradients
+from trainers.parallel.backend import (
+    Backend,
+    Beat,
+    no_beat,
+    total_numel,
+    trained_weights,
+    unsplit_numel,
+    zero_missing_gradients,
+)
 from trainers.parallel.fill import fill
 from trainers.parallel.norm import clip_grad_norm
 from trainers.parallel.optimizer import build_optimizer, parameter_groups
@@ -38,7 +46,7 @@ class Replicated(Backend):
         self.shapes = {name: weight.shape for name, weight in self.trained}
         self.starts = {}
         self.primary = self.tensor is None or self.tensor.first
-        self.total_numel = total_numel(loss, self.tensor)
+        self.total_numel, self.unsplit = total_numel(loss, self.tensor), unsplit_numel(loss, self.tensor)
         if accelerator.ddp_handler is not None:  # it costs a walk through the graph of each step
             accelerator.ddp_handler.find_unused_parameters = reach_noted(loss.base).varies
         self.experts = self._own_experts()
@@ -128,4 +136,4 @@ class Replicated(Backend):
             total = sum(part.shape.numel() for part in slices.values())
             return self.expert_numel, total, self.tensor.size
         local = sum(weight.numel() for weight in self.model.parameters())
-        return local, self.total_numel, 1 if self.tensor is None else self.tensor.size
+        return local - self.unsplit, self.total_numel - self.unsplit, 1 if self.tensor is None else self.tensor.size

@@ -11,7 +11,7 @@ import hashlib
 import os
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -287,7 +287,7 @@ def _adapter_options(source: Source, method: str, objective: str) -> tuple[dict[
     own["modules_to_save"] = [name for name in saved.get("modules_to_save") or [] if name not in _HEADS]
     own["init_lora_weights"] = "default"  # what is exported is an adapter of the unchanged base
     own["lora_target_parameters"] = trained.get("lora_target_parameters", saved.get("target_parameters") or [])
-    own["lora_target_modules"] = trained.get("lora_target_modules", sorted(targets or []))
+    own["lora_target_modules"] = trained.get("lora_target_modules", targets)
     return {**fixed, **own}, {"lora_dropout": saved.get("lora_dropout", 0.0)}
 
 
@@ -306,7 +306,7 @@ def _read_adapter(source: Source) -> dict[str, Any]:
     """The config of a LoRA adapter, whose weights are there too."""
     try:
         saved = load_json(source.folder / ADAPTER_CONFIG)
-        read_header(source.folder / ADAPTER_WEIGHTS)
+        names = read_header(source.folder / ADAPTER_WEIGHTS)
     except (OSError, ValueError) as error:
         problem = f": it cannot be read ({error})"
         if isinstance(error, FileNotFoundError):
@@ -320,7 +320,21 @@ def _read_adapter(source: Source) -> dict[str, Any]:
         raise ConfigError(_unmergeable(source, f"its {ADAPTER_CONFIG} has {', '.join(other)}, which is not supported"))
     if not isinstance(saved.get("target_modules"), list):
         raise ConfigError(_unmergeable(source, f"the target_modules in its {ADAPTER_CONFIG} are not a list of names"))
-    return saved
+    return {**saved, "target_modules": adapted_modules(saved, names)}
+
+
+def adapted_modules(saved: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """The target modules of an adapter, without those that it leaves out everywhere, such as a vision tower's.
+
+    Args:
+        saved: its config.
+        names: of its weights.
+    """
+    targets = sorted(saved["target_modules"] or [])
+    if not saved.get("exclude_modules"):
+        return targets
+    modules = {f".{name.partition('.lora_')[0]}" for name in names}
+    return [target for target in targets if any(module.endswith(f".{target}") for module in modules)]
 
 
 def _unmergeable(source: Source, reason: str) -> Mistake:

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from trainers.config.mistakes import ConfigError
-from trainers.run.unfinished import remove_left, unfinished_name
+from trainers.run.unfinished import held_alone, remove_left, unfinished_name
 
 RECORD = ".written.jsonl"
 CHAT_TEMPLATE = "chat_template.json"
@@ -124,6 +124,15 @@ class RunRecord:
         self.enter([f"{folder.name}/"])
         folder.mkdir()
         return folder
+
+    def exported_alone(self) -> contextlib.AbstractContextManager[None]:
+        """Holds the lock of exports into the run's folder, on that of its checkpoints.
+
+        Raises:
+            ConfigError: If another process holds it.
+        """
+        problem = f"run {self.folder.name} is being exported by another process"
+        return held_alone(self.folder / "checkpoints", f"{problem}; wait for its end, or name a folder with --output")
 
     def publish(self, temporary: Path, name: str) -> None:
         """Renames a folder to `name`, replacing what the run wrote there before.

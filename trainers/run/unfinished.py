@@ -15,6 +15,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainers.config.mistakes import ConfigError
+
 _RANDOM = r"[0-9a-f]{16}"
 
 
@@ -57,3 +59,27 @@ def remove_left(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(handle)
+
+
+@contextlib.contextmanager
+def held_alone(folder: Path, busy: str) -> Iterator[None]:
+    """Holds the lock on a folder, which ends with the process; there is none on some network file systems.
+
+    Args:
+        folder: an existing folder.
+        busy: the message if another process holds the lock.
+
+    Raises:
+        ConfigError: if another process holds the lock.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(busy) from None
+        except OSError:
+            pass
+        yield
+    finally:
+        os.close(handle)

@@ -29,12 +29,13 @@ from trainers.model.adapter import load_start
 from trainers.model.load import build_unread, stored_dtype
 from trainers.run.errors import TrainingError
 from trainers.run.folder import write_json
-from trainers.run.from_run import ADAPTER_CONFIG, Source, resolve_request
+from trainers.run.from_run import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Source, adapted_modules, resolve_request
 from trainers.run.json_file import load_json
 from trainers.run.lineage import EXPORT_RECORD, base_of, read_export
 from trainers.run.manifest import sha256
 from trainers.run.merging import REQUEST, RESULT, Merge, MergeRequest, draws, merge_stage
 from trainers.run.model_card import History
+from trainers.run.weight_headers import read_header
 from trainers.tools.merge_weights import build_merged, load_config
 
 
@@ -84,8 +85,8 @@ def _merge_adapters(request: MergeRequest, work: Path, history: History, how: Me
     config, recorded = _adapter_config(first), read_export(first)[0]
     folder, rank, deviation = merge_adapters(request, config, work / "adapter")
     load_tokenizer(config).save_pretrained(folder)
-    targets = load_json(folder / ADAPTER_CONFIG)["target_modules"]
-    write_json(folder / EXPORT_RECORD, {"config": {**recorded, "lora_target_modules": sorted(targets or [])}})
+    targets = adapted_modules(load_json(folder / ADAPTER_CONFIG), read_header(folder / ADAPTER_WEIGHTS))
+    write_json(folder / EXPORT_RECORD, {"config": {**recorded, "lora_target_modules": targets}})
     dtype = "float32" if request.dtype == "auto" else request.dtype
     config = _adapter_config(folder).model_copy(update={"export_dtype": dtype})
     how = replace(how, rank=rank, deviation=deviation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ _UNMERGEABLE = {
     "modules_to_save": "peft merges no modules that are trained in full beside the adapter",
     "trainable_token_indices": "peft merges no trained tokens",
     "target_parameters": "peft merges no adapters of parameters, such as those of experts",
-    "exclude_modules": "the modules that the result adapts would be those of the first model",
 }
 """Settings of an adapter that peft's `add_weighted_adapter` refuses, or drops silently."""
 
@@ -56,6 +55,7 @@ def merge_adapters(request: MergeRequest, config: TrainConfig, folder: Path) -> 
     """
     adapters = {f"model-{number}": model for number, model in enumerate(request.models)}
     files = {name: _check_files(Path(model.folder), model.name, config) for name, model in adapters.items()}
+    _refuse_other_modules({adapters[name].name: file for name, file in files.items()})
     with torch.device("meta"):
         base = model_family(config).from_config(load_model_config(config))
     with without_memory(base):
@@ -110,6 +110,17 @@ def _check_files(folder: Path, name: str, config: TrainConfig) -> Adapter:
         for tensor in tensors.keys():  # noqa: SIM118
             refuse_not_finite(tensors.get_tensor(tensor), f"{tensor} of {name}")
     return adapter
+
+
+def _refuse_other_modules(files: Mapping[str, Adapter]) -> None:
+    """Raises ConfigError for adapters that leave out different modules: peft gives the result those of the first."""
+    left_out = {name: file.settings.exclude_modules or () for name, file in files.items()}
+    if len({value if isinstance(value, str) else frozenset(value) for value in left_out.values()}) > 1:
+        listed = ", ".join(f"{str(value)[:80] or 'none'} in {name}" for name, value in left_out.items())
+        raise ConfigError(
+            f"the adapters leave out different modules (exclude_modules in their {ADAPTER_CONFIG}): {listed}; "
+            "merge full weights instead, which `tunesmith export RUN --merged` writes"
+        )
 
 
 def _load(base: Any, folders: dict[str, str]) -> Any:

@@ -40,7 +40,7 @@ from trainers.config.presets import (
 from trainers.config.yaml_file import read_yaml
 from trainers.data.layout import AttentionMetadata
 from trainers.model.attention import KERNELS
-from trainers.model.config_checks import check_rows
+from trainers.model.config_checks import check_rows, is_causal
 from trainers.model.experts import has_experts, router_names
 from trainers.model.lora import add_adapters
 from trainers.model.quantization import refuse_unfit
@@ -66,7 +66,9 @@ def methods_of(model: str) -> tuple[str, ...]:
 
 def shape_of(published: PublishedModel, **changes: Any) -> Any:
     values = {**published.config, **changes}
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    shape = AutoConfig.for_model(values.pop("model_type"), **values)
+    assert is_causal(shape)  # from then on AutoModelForCausalLM builds models of images and text too
+    return shape
 
 
 def on_meta(shape: Any) -> Any:
@@ -136,7 +138,7 @@ def adapted(model: Any, config: TrainConfig) -> int:
 
 
 def test_each_model_comes_in_each_method() -> None:
-    assert len(PUBLISHED) == 40
+    assert len(PUBLISHED) == 46
     assert set(HUB_NAMES) == {f"{model}-{method}" for model in PUBLISHED for method in methods_of(model)}
     assert set(NAMES) - set(HUB_NAMES) == {
         f"tiny-{name}" for name in ("full", "lora", "dpo", "kto", "distill", "reward", "grpo", "pretrain")

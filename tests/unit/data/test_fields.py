@@ -64,6 +64,7 @@ USED_IN_MESSAGES = {
     "weight",
     "train",
     "loss",
+    "training",
     "loss_mask",
     "function_call",
     *THOUGHT_KEYS,
@@ -390,7 +391,7 @@ def test_a_template_without_a_place_for_tools_refuses_them(tmp_path):
         )
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_mask"])
+@pytest.mark.parametrize("key", ["weight", "train", "training", "loss", "loss_mask"])
 def test_a_message_of_weight_zero_is_context(tmp_path, key):
     row = {"system": "s", **chat("a", "first", "b", "second", "c", "third")}
     row["messages"][1][key], row["messages"][3][key], row["messages"][0][key] = 0, True, 0

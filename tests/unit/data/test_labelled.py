@@ -44,6 +44,18 @@ def test_conversations_in_every_form(row: dict[str, Any]) -> None:
     assert not document.desirable
 
 
+def test_alpacas_columns_have_a_label_too() -> None:
+    """As in LLaMA-Factory's data for KTO; beside another answer they are named."""
+    row = {"instruction": "Add.", "input": "1+1", "output": "2", "history": [["Hi", "Hello"]], "kto_tag": False}
+    (document,) = read(row, label="kto_tag")
+    assert [message["content"] for message in document.messages] == ["Hi", "Hello", "Add.\n\n1+1", "2"]
+    assert (document.untrained, document.desirable, document.unused) == (3, False, ())
+    (other,) = read({"instruction": "Add.", "output": "2", "messages": [USER, RIGHT], "label": True})
+    assert sorted(other.unused) == ["instruction", "output"]
+    with pytest.raises(RowError, match="the label judges no answer"):
+        read({"instruction": "Add.", "label": True})
+
+
 def test_the_label_judges_the_last_message() -> None:
     row = {"system": "Be brief.", "messages": [USER, RIGHT, USER, RIGHT], "label": True, "id": 3}
     (document,) = read(row)

@@ -52,6 +52,7 @@ def sides(row: dict[str, Any]) -> tuple[tuple[str, ...], int]:
             "chosen": {"from": "gpt", "value": "2"},
             "rejected": {"from": "gpt", "value": "3"},
         },
+        {"instruction": "1+1?", "input": "", "chosen": "2", "rejected": "3"},  # LLaMA-Factory's, in Alpaca's columns
         {"chosen": json.dumps([USER, RIGHT]), "rejected": json.dumps([USER, WRONG])},  # a table's
     ],
 )
@@ -63,6 +64,36 @@ def test_the_turns_that_both_share_are_context() -> None:
     more = {"role": "user", "content": "and 1+2?"}
     row = {"chosen": [USER, RIGHT, more, RIGHT], "rejected": [USER, RIGHT, more, WRONG]}
     assert sides(row) == (("1+1?", "2", "and 1+2?", "2"), 3)
+
+
+def test_the_question_of_alpacas_columns_is_not_lost() -> None:
+    row = {"instruction": "Add.", "input": "1+1", "history": [["Hi", "Hello"]], "chosen": "2", "rejected": "3"}
+    assert sides({**row, "system": "Be brief."}) == (("Be brief.", "Hi", "Hello", "Add.\n\n1+1", "2"), 4)
+    assert [document.unused for document in read(row)] == [(), ()]
+    plain = example(row | {"history": None}, "auto", {}, False, ("preference",))
+    assert [document.prompt for document in plain] == ["### Task\nAdd.\n\n### Input\n1+1\n\n### Answer\n"] * 2
+    assert [document.completion for document in plain] == ["2", "3"]
+
+
+def test_alpacas_columns_are_named_where_another_column_asks() -> None:
+    """But not the one that is mapped to another role."""
+    row = {"prompt": "1+1?", "instruction": "Add.", "input": None, "chosen": " 2", "rejected": " 3"}
+    assert read(row)[0] == PLAIN[0]
+    assert read(row)[0].unused == ("instruction",)
+    listed = {"instruction": "1+1?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
+    assert read(listed)[0].unused == ("instruction",)
+    mapped = read({"instruction": "1+1?", "input": "x", "chosen": " 2", "rejected": " 3"}, prompt="instruction")
+    assert mapped == PLAIN
+    assert mapped[0].unused == ("input",)
+
+
+def test_the_chosen_conversation_may_be_there_twice() -> None:
+    """As in HuggingFaceH4/ultrafeedback_binarized; other messages beside a prompt are refused."""
+    row = {"prompt": "1+1?", "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}
+    assert sides({**row, "messages": [USER, RIGHT]}) == (("1+1?", "2"), 1)
+    assert read({**row, "messages": [USER, RIGHT]})[0].unused == ("messages",)
+    with pytest.raises(RowError, match="prompt and messages both hold"):
+        read({**row, "messages": [USER, WRONG]})
 
 
 def test_system_and_tools_reach_both() -> None:
@@ -94,6 +125,8 @@ def test_texts_with_their_prompt_or_after_the_words_that_they_share() -> None:
         ({"chosen": 3, "rejected": "b"}, "chosen is int, not text"),
         ({"chosen": [{"role": "critic", "content": "x"}], "rejected": [WRONG]}, "has role 'critic'"),
         ({"chosen": [], "rejected": []}, "chosen is an empty list, not text"),
+        ({"instruction": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are the same"),
+        ({"instruction": "q", "chosen": "a", "rejected": " "}, "rejected is empty"),
         ({"chosen": "a"}, "'rejected' is missing"),
         ({"prompt": 0, "chosen": [USER, RIGHT], "rejected": [USER, WRONG]}, "prompt is int and not a list"),
         ({"prompt": 0, "chosen": "a", "rejected": "b"}, "prompt is int, not text"),

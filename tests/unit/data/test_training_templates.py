@@ -196,3 +196,18 @@ def test_a_run_goes_on_with_the_template_that_it_began_with(
     save_tokenizer(tmp_path / "model", PLAIN + "{# another model's #}")
     assert "{# another" in training_encoder(config).options.chat_template
     training_template._trl_names.cache_clear()
+
+
+def test_the_template_of_a_processor_is_used_where_the_tokenizer_has_none(tmp_path: Path) -> None:
+    """Older models of images and text have theirs in chat_template.json, which no tokenizer reads."""
+    data = write_jsonl(tmp_path / "data.jsonl", [{"messages": KINDS["plain"]}])
+    save_tokenizer(tmp_path / "model")
+    config, processors = configure(tmp_path, data), tmp_path / "model" / "chat_template.json"
+    write_json(processors, {"chat_template": MARKED})
+    assert load_tokenizer(config).chat_template == PLAIN, "the control: its own"
+    assert template_record(config)["source"] == PLAIN
+    save_tokenizer(tmp_path / "model", None)
+    assert load_tokenizer(config).chat_template == MARKED
+    assert template_record(config)["source"] == MARKED == training_encoder(config).options.chat_template
+    processors.unlink()
+    assert load_tokenizer(config).chat_template is None

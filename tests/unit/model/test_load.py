@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from trainers.model.lora import add_adapters
 from trainers.model.probe import check_model_computes
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.sft import linear_cross_entropy
+from trainers.parallel.backend import unsplit_numel
 
 TINY = {
     "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -387,3 +390,32 @@ def test_sizes_are_checked_whether_or_not_they_differ_between_layers(family: str
     model_config.get_text_config().hidden_size = 0
     with pytest.raises(ValueError, match="hidden_size=0 is not between 1 and"):
         check_values(model_config)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS.*`git lfs pull`"),
+        ("pytorch_model.bin", b"pickle", r"its weights are a pickle \(pytorch_model\.bin\).* with safetensors"),
+        ("model.safetensors", b"\x00", "cannot be loaded"),  # the control
+    ],
+)
+def test_a_folder_without_weights_that_can_be_read_says_what_to_do(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BASE_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    (folder / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        load_base(config(model_name_or_path=str(folder)))
+
+
+def test_tensor_parallelism_splits_no_vision_tower(tmp_path: Path) -> None:
+    """So the start does not count it among the weights of which each rank is to hold its share."""
+    model = build_model(config_for(save_small(tmp_path, "mistral3")))
+    loss, split = SimpleNamespace(base=model), SimpleNamespace()
+    outside = [weight for name, weight in model.named_parameters() if "vision" in name or "projector" in name]
+    counted = unsplit_numel(loss, split)  # type: ignore[arg-type]
+    assert counted == sum(weight.numel() for weight in outside) > 0
+    assert unsplit_numel(loss, None) == 0
+    assert unsplit_numel(SimpleNamespace(base=tiny("llama")), split) == 0  # type: ignore[arg-type]

@@ -135,6 +135,18 @@ def test_an_adapter_of_peft_says_itself_what_it_is(runs: Path) -> None:
     assert "lora_rank_pattern=q_proj=3, and from_run" in refusal(runs / "patterns", lora_rank_pattern="q_proj=3")
 
 
+def test_modules_that_an_adapter_leaves_out_everywhere_are_no_targets(runs: Path) -> None:
+    """peft lists the kinds of layers of a vision tower among the targets, and excludes its layers by name."""
+    targets, tower = ["q_proj", "attn.qkv", "proj"], {"exclude_modules": ["model.visual.0.attn.qkv"]}
+    folder = write_adapter(runs / "adapter", target_modules=targets, **tower)
+    weight = np.zeros((2, 2), dtype=np.float32)
+    names = ("base_model.model.model.layers.0.q_proj.lora_A.weight",)
+    save_file(dict.fromkeys(names, weight), folder / "adapter_model.safetensors")
+    assert resolved(folder).lora_target_modules == ["q_proj"]
+    other = write_adapter(runs / "other", target_modules=targets)
+    assert resolved(other).lora_target_modules == sorted(targets), "the control: what is missing there is damage"
+
+
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_the_config_of_such_a_run_resolves_to_itself(method: str, runs: Path) -> None:
     """As ranks and resumes read it."""

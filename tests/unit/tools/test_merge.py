@@ -323,6 +323,23 @@ def test_an_adapter_that_does_not_fit_the_base_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_adapters_that_leave_out_the_same_modules_are_merged(tmp_path: Path) -> None:
+    """As those of models of images and text do, whose towers no text reaches; in any order."""
+    every = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+    folders = [adapter(tmp_path / "first", 1, exclude_modules=every)]
+    folders.append(adapter(tmp_path / "second", 2, exclude_modules=every[::-1]))
+    config = load_config(BASE_DIR, "sft")
+    folder, _, deviation = merge_adapters(request(folders, "cat", [0.5, 0.5]), config, tmp_path / "out")
+    assert deviation is not None
+    assert deviation < 1e-6
+    assert set(json.loads((folder / "adapter_config.json").read_text())["exclude_modules"]) == set(every)
+    for changes in ({}, {"exclude_modules": every[:1]}):
+        other = adapter(tmp_path / f"other-{len(changes)}", 2, **changes)
+        with pytest.raises(ConfigError, match=r"leave out different modules .* `tunesmith export RUN --merged`"):
+            merge_adapters(request([folders[0], other], "cat", [0.5, 0.5]), config, tmp_path / "bad")
+    assert not (tmp_path / "bad").exists()
+
+
 @pytest.mark.long
 def test_what_cannot_be_merged_is_refused_by_name(models: Path, tmp_path: Path) -> None:
     cases = [

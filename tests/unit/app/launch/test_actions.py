@@ -151,6 +151,18 @@ def test_only_paths_in_the_folder_follow_a_new_name(tmp_path: Path) -> None:
         actions.delete(renamed)
 
 
+@pytest.mark.parametrize("action", [actions.delete, lambda run: actions.rename(run, "new")])
+def test_a_run_that_is_being_exported_stays(action: Any) -> None:
+    """By `tunesmith export`, which holds no lock of the exports of its page."""
+    run = made_run(RUNS, "a", "done")
+    add_checkpoint(run, 60)
+    with run.record.exported_alone(), pytest.raises(ConfigError, match="run a is being exported by another process"):
+        action(run)
+    assert run.config.exists()
+    action(run)
+    assert not run.path.exists(), "the control"
+
+
 def test_a_model_exported_elsewhere_stays_where_it_is(tmp_path: Path) -> None:
     renamed = actions.rename(made_run(RUNS, "old", export_dir="/elsewhere/model"), "new")
     assert (renamed.read_state() or {})["export_dir"] == "/elsewhere/model"
