@@ -14,13 +14,8 @@ from trainers.data.shards import BadRow
 ROLES = ("system", "developer", "user", "assistant", "tool")
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant's message; the first that is present
 _RENAMED = dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool")
-_WEIGHTS = (
-    "weight",
-    "train",
-    "training",
-    "loss_mask",
-    "loss",
-)  # the last in ms-swift; a number there is one that was measured
+# The last is ms-swift's; a number there is one that was measured.
+_WEIGHTS = ("weight", "train", "training", "loss_mask", "loss")
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data
 _CALL_ROLES = (_OLD_CALL, "tool_call")
 
