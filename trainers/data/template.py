@@ -31,6 +31,7 @@ from trainers.data.training_template import MARKERS, stop_token_ids
 from trainers.run.process_limits import RENDER_BYTES, encoding_bytes, encoding_seconds, memory_limit, time_limit
 
 _OTHER_TEMPLATE = "give --chat_template FILE that writes it"
+_LOST = {"thought": "the thought of ", "tag": "the text around `</think>` of ", "tool call": "a tool call of "}
 RENDER_SECONDS = 20.0
 # With these, templates also write the thoughts of earlier replies, which they leave out by default.
 _THOUGHTS_OF_EARLIER_TURNS = {"preserve_thinking": True, "truncate_history_thinking": False, "clear_thinking": False}
@@ -364,14 +365,7 @@ class Encoder:
             content = messages[index]["content"] if element == "content" else ""
             tagged = "</think>" in content and self.options.thoughts != "drop"
             thought = element == "thought" or (tagged and self.probe.thought_in(content) is not None)
-            descriptions = {"thought": "the thought of ", "tool call": "a tool call of "}
-            description = (
-                descriptions["thought"]
-                if thought
-                else "the text around `</think>` of "
-                if tagged
-                else descriptions.get(element, "")
-            )
+            description = _LOST.get("thought" if thought else "tag" if tagged else element, "")
             # Where the prompt opens a thought, a reply without one is refused as well.
             droppable = thought and (self.markers or not self.probe.prompt_opens_thought)
             remedy = "set thoughts=drop to train without it, or " if droppable else ""

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
@@ -54,7 +53,7 @@ def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
     weights = expert_stacks(loss.base)
     modules = [
         name for name, module in decoder.named_modules()
-        if plan.get(_pattern(name)) == DISPATCH and not isinstance(module, ParamWrapper)
+        if plan.get(_pattern(name)) == DISPATCH and not _has_adapter(module)
     ]  # fmt: skip
     if not weights:
         raise ConfigError(f"{option} has no weight that its expert-parallel plan names; use ddp or fsdp2")
@@ -73,6 +72,11 @@ def planned(loss: LossModule, ep_size: int) -> dict[str, str]:
 def _pattern(name: str) -> str:
     """A name as a plan writes it; adapters on stacks wrap the module of the experts."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name.replace(".base_layer", ""))
+
+
+def _has_adapter(module: nn.Module) -> bool:
+    """Whether it is the adapter that peft puts around the module of a stack; a run without adapters imports no peft."""
+    return hasattr(module, "get_delta_factors")
 
 
 def divide_experts(loss: LossModule, mesh: Mesh) -> dict[str, TensorSlice]:

@@ -92,7 +92,7 @@ def test_nothing_that_is_asked_of_a_users_folder_changes_it(names: set[str], see
     asked = [
         lambda: start(run), lambda: start(run, "--resume_from_checkpoint", "auto"), run.create, run.refuse_used,
         lambda: resume_job(run, TRAIN.read([run.id])), lambda: clone_job(run, TRAIN.read([])),
-        lambda: actions.export(run, output=run.model), lambda: actions.delete(run),
+        lambda: actions.export(run, actions.ExportRequest(output=run.model)), lambda: actions.delete(run),
         lambda: actions.rename(run, "other"),
     ]  # fmt: skip
     random.Random(seed).shuffle(asked)

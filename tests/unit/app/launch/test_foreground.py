@@ -251,7 +251,7 @@ NO_FORCE_HELPS = {"lora_r", "method", "lora_target_modules"}
             "packing=false, and true when the checkpoint of step 4 was saved; the remaining steps would",
         ),
         ("--lora_target_modules q_proj,v_proj", "lora_target_modules=q_proj,v_proj, and all-linear when"),
-        ("--seed 9 --lora_alpha 1", "lora_alpha=1.0, and 32.0 when"),
+        ("--seed 9 --lora_alpha 1", "lora_alpha=1, and 32 when"),
         ("--learning_rate 0.5", "learning_rate=0.5, and"),
         ("--max_steps 9", "max_steps=9, and"),
     ],

@@ -43,7 +43,7 @@ def test_the_plan_takes_out_what_leaves_the_promise() -> None:
     assert [(row.strategy, row.world_size) for row in made.rows] == [("single", 1), ("ddp", 2)]
     assert made.overrides == [
         {"option": "mixed_precision", "given": "bf16", "used": "no"},
-        {"option": "lora_dropout", "given": "0.1", "used": "0.0"},
+        {"option": "lora_dropout", "given": "0.1", "used": "0"},
         {"option": "checkpoint_url", "given": "s3://bucket/run", "used": "none"},
     ]
     assert not made.folder.exists()
