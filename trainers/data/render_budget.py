@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,22 +23,14 @@ class RenderBudget:
         self._spent = 0.0
         self._documents = 0
 
-    @contextmanager
-    def charge(self, document: Document) -> Iterator[None]:
-        """Charges the CPU time of the `with` block to the rendering of a document.
+    def charge(self, document: Document, seconds: float) -> None:
+        """Charges the CPU time that rendering a document took.
 
         Raises:
             ConfigError: if the documents so far took too long.
         """
-        began = time.thread_time()
-        try:
-            yield
-        finally:
-            self._spent += time.thread_time() - began
-            self._documents += 1
-            self._refuse_slow(document)
-
-    def _refuse_slow(self, document: Document) -> None:
+        self._spent += seconds
+        self._documents += 1
         self._allowed += _SECONDS_PER_MESSAGE * len(document.messages) + _SECONDS_PER_CHARACTER * document.size
         if self._spent > self._allowed:
             raise ConfigError(
@@ -54,19 +43,24 @@ class TooLong(BaseException):  # not an Exception, which code around the templat
     """A template that is still rendering one conversation."""
 
 
-@contextmanager
-def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Ends the block after `seconds` of CPU time; only in the main thread, as signals cannot interrupt others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class cpu_time_limit:
+    """Ends the block after `seconds` of CPU time; only in the main thread, as signals cannot interrupt others.
 
-    _handle_timer()
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    A class, as the generator of a `contextmanager` would take longer, and every row of data is rendered within one.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._can_interrupt = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        if self._can_interrupt:
+            _handle_timer()
+            signal.setitimer(signal.ITIMER_VIRTUAL, self._seconds)
+
+    def __exit__(self, *error: object) -> None:
+        if self._can_interrupt:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 @cache

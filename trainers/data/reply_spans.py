@@ -1,12 +1,14 @@
-"""Finds the characters of each reply in a rendered conversation, as the model generates it. Imports no torch.
+"""Finds the characters of each reply in a rendered conversation, and their tokens. Imports no torch.
 
-Uses the template's own generation markers, or, without them, renders the conversation up to each reply.
+A reply is what the model generates. Its characters are found by the template's own generation markers, or, without
+them, by rendering the conversation up to each reply.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 from trainers.data.formats import Message, RowError
 from trainers.data.template_probe import Span, TemplateProbe, Variables, missing
@@ -184,3 +186,26 @@ def name_message(messages: Sequence[Message], index: int) -> str:
 def tail(text: str, characters: int = 160) -> str:
     """The end of a text, with newlines escaped."""
     return repr(text) if len(text) <= characters else "… " + repr(text[-characters:])
+
+
+def token_span(encoding: Any, start: int, end: int, length: int) -> Span:
+    """The tokens of characters `start` to `end`; skips characters without a token (dropped spaces)."""
+    token_of = encoding.char_to_token
+    first = _first_token(token_of, range(start, end))
+    if first is None:
+        return 0, 0
+    # The span ends at the first token of the next character: one character may consist of several tokens.
+    following = _first_token(token_of, range(end, length))
+    if following is None:
+        return first, len(encoding)
+    last = _first_token(token_of, range(end - 1, start - 1, -1))
+    assert last is not None
+    return first, max(following, last + 1)
+
+
+def _first_token(token_of: Callable[[int], int | None], characters: range) -> int | None:
+    for character in characters:
+        token = token_of(character)
+        if token is not None:
+            return token
+    return None

@@ -7,6 +7,7 @@ rendering the conversation turn by turn, and mapped to tokens by the tokenizer's
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -23,7 +24,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.data.formats import Document, Message, RowError
 from trainers.data.render_budget import RenderBudget, TooLong, cpu_time_limit
-from trainers.data.reply_spans import ReplySpans, name_message, tail
+from trainers.data.reply_spans import ReplySpans, name_message, tail, token_span
 from trainers.data.shards import ROW_BYTES, BadRow
 from trainers.data.template_probe import Span, TemplateProbe, missing
 from trainers.data.tokenizer import chosen_template, load_tokenizer, tokenizer_folder
@@ -49,7 +50,7 @@ class Encoded:
     unused: tuple[str, ...] = ()
     unanswered: bool = False
 
-    @property
+    @cached_property
     def trained(self) -> int:
         """Number of trained tokens."""
         return int(np.count_nonzero(self.mask))
@@ -175,11 +176,13 @@ class Encoder:
                 "the data holds conversations, but the model's tokenizer has no chat template; give one with "
                 "--chat_template FILE, or pick the model's chat variant"
             )
+        began = time.thread_time()
         try:
-            with self._budget.charge(document):
-                return self._render_prompt(document) if document.unanswered else self._render_chat(document)
+            return self._render_prompt(document) if document.unanswered else self._render_chat(document)
         except RowError as error:
             return error.bad
+        finally:
+            self._budget.charge(document, time.thread_time() - began)
 
     # -- conversations
 
@@ -199,9 +202,18 @@ class Encoder:
         return TemplateProbe(self._apply, self.options.chat_template or "", self.options.turn_ends, self.options.stops)
 
     @cached_property
-    def _today(self) -> tuple[date, str]:
+    def _template(self) -> Any:
+        """The compiled chat template."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        return _compile_jinja_template(self.options.chat_template)
+
+    @cached_property
+    def _variables(self) -> dict[str, Any]:
+        """What the template gets for every conversation: jinja's own names, the special tokens and the date."""
         today = date.fromisoformat(self.options.date)
-        return today, today.strftime("%d %b %Y")
+        dates = {"date_string": today.strftime("%d %b %Y"), "strftime_now": today.strftime}
+        return {**self._template.environment.globals, **dates, **self.options.special_tokens}
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -385,21 +397,19 @@ class Encoder:
             RowError: if the template refuses these messages.
             ConfigError: if it does not terminate, or takes too much memory.
         """
-        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+        from transformers.utils.chat_template_utils import render_jinja_template
 
         conversation = list(map(self._in_form, messages))
-        today, date_string = self._today
-        values = {"date_string": date_string, **self.options.special_tokens, **(variables or {})}
         try:
             with cpu_time_limit(RENDER_SECONDS):
-                # Compiled templates are cached by their source, so this sets the date of the one rendered below.
-                _compile_jinja_template(self.options.chat_template).globals["strftime_now"] = today.strftime
+                # Compiled templates are cached by their source, so this sets the variables of the one rendered below.
+                self._template.globals = self._variables
                 texts, spans = render_jinja_template(
                     conversations=[conversation],
                     chat_template=self.options.chat_template,
                     return_assistant_tokens_mask=marked,
                     add_generation_prompt=prompt,
-                    **values,
+                    **(variables or {}),
                 )
         except TooLong:
             raise ConfigError(
@@ -424,7 +434,7 @@ class Encoder:
             if (start, end) == (0, len(item.text)):
                 mask[:] = True
             else:
-                first, last = _token_span(encoding, start, end, len(item.text))
+                first, last = token_span(encoding, start, end, len(item.text))
                 mask[first:last] = True
         if item.plain:
             # Add the tokenizer's prefix, unless the text already starts with it, and its suffix, which is trained.
@@ -445,19 +455,6 @@ class _Rendered:
     unused: tuple[str, ...]
     plain: bool = False
     unanswered: bool = False
-
-
-def _token_span(encoding: Any, start: int, end: int, length: int) -> Span:
-    """The tokens of characters `start` to `end`; skips characters without a token (dropped spaces)."""
-    first = next((token for char in range(start, end) if (token := encoding.char_to_token(char)) is not None), None)
-    if first is None:
-        return 0, 0
-    # The span ends at the first token of the next character: one character may consist of several tokens.
-    following = next((t for char in range(end, length) if (t := encoding.char_to_token(char)) is not None), None)
-    if following is None:
-        return first, len(encoding.ids)
-    last = next(t for char in range(end - 1, start - 1, -1) if (t := encoding.char_to_token(char)) is not None)
-    return first, max(following, last + 1)
 
 
 def _refuse_empty(messages: Sequence[Message], trained: Sequence[int]) -> None:

@@ -238,6 +238,14 @@ class TemplateProbe:
         return list(dict.fromkeys([*map(self._special_at_end, self._closings), *self._stops]))
 
     @cached_property
+    def _stop_texts(self) -> tuple[str, ...]:
+        return tuple(self.stop_tokens)
+
+    @cached_property
+    def _ending_texts(self) -> tuple[str, ...]:
+        return (*self._special, *self.stop_tokens)
+
+    @cached_property
     def _stop(self) -> re.Pattern[str]:
         closings = {closing.strip() for closing in self._closings} | set(self.stop_tokens)
         texts = sorted(filter(None, closings), key=len, reverse=True)
@@ -246,14 +254,14 @@ class TemplateProbe:
     def through_stop(self, text: str, end: int) -> int:
         """The end of a reply, extended through its stop token if that follows."""
         before = text[max(0, end - 200) : end].rstrip()
-        if before.endswith(tuple(self.stop_tokens)):
+        if before.endswith(self._stop_texts):
             return end
         match = self._stop.match(text, end)
         return match.end() if match else end
 
     def stops(self, text: str, end: int) -> bool:
         """Whether the text up to `end` ends with a special token, so that generation can stop there."""
-        return text[max(0, end - 200) : end].rstrip().endswith((*self._special, *self.stop_tokens))
+        return text[max(0, end - 200) : end].rstrip().endswith(self._ending_texts)
 
     @property
     def knows_stop(self) -> bool:
