@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from trainers.config.mistakes import ConfigError, Mistake
@@ -189,23 +190,30 @@ def values_by_role(
     """
     if format_name is None:
         raise RowError("missing key", f"the columns {', '.join(list(row)[:10]) or 'none'} match no known format")
-    needed = FORMAT_COLUMNS[format_name]
-    mapped = {column for role, column in columns.items() if column != role}  # not read under their own names too
-    values = {
-        role: None if role in mapped and role not in columns else row.get(columns.get(role, role))
-        for role in (*needed, *OPTIONAL[format_name], *numeric)
-    }
-    for role in needed:
-        column = columns.get(role, role)
+    needed, sources, used = _layout(format_name, tuple(columns.items()), tuple(numeric))
+    values = {role: None if column is None else row.get(column) for role, column in sources}
+    for column in needed:
         if column not in row:
             raise RowError("missing key", f"{column!r} is missing{near(column, list(row))}")
     fields = Fields()
-    used = {columns.get(role, role) for role in values}
     if not used.issuperset(row):
         others = {column: value for column, value in row.items() if column not in used}
         refuse_media(others)
         fields.add_unused(others)
     return values, fields
+
+
+@lru_cache(maxsize=64)  # the same for all rows of a file
+def _layout(
+    format_name: str, mapping: tuple[tuple[str, str], ...], numeric: tuple[str, ...]
+) -> tuple[list[str], list[tuple[str, str | None]], frozenset[str]]:
+    """The columns that a format needs, the column of each role (None if it has none), and all columns of roles."""
+    columns = dict(mapping)
+    mapped = {column for role, column in mapping if column != role}  # not read under their own names too
+    roles = (*FORMAT_COLUMNS[format_name], *OPTIONAL[format_name], *numeric)
+    sources = [(role, None if role in mapped and role not in columns else columns.get(role, role)) for role in roles]
+    needed = [columns.get(role, role) for role in FORMAT_COLUMNS[format_name]]
+    return needed, sources, frozenset(columns.get(role, role) for role in roles)
 
 
 def refuse_too_large(documents: Iterable[Document]) -> None:
