@@ -17,11 +17,11 @@ from tests.parity.runs import STEPS, config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.data.stream import Stream
 
-ROWS_OF_A_SHARD, SHARDS = 24, 6
+ROWS_OF_A_SHARD, SHARDS = 24, 4
 
 
 def data() -> str:
-    """Rows with a long field that nothing reads, so that few rows fill a shard; three of them are in a window."""
+    """Rows with a long field that nothing reads, so that few rows fill a shard; two of them are in a window."""
 
     def write(folder: Path) -> None:
         note = "x" * ((1 << 20) // (ROWS_OF_A_SHARD - 1))

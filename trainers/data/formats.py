@@ -23,6 +23,7 @@ from trainers.data.messages import (
     Message,
     RowError,
     is_text_part,
+    json_value,
     near,
     parse_json_value,
     parse_messages,
@@ -282,6 +283,7 @@ def _variables(values: dict[str, Any], fields: Fields) -> dict[str, Any]:
     options = values.get("chat_template_kwargs")
     if options is not None:
         options = parse_json_value(options, dict, "chat_template_kwargs")
+        json_value(options, "chat_template_kwargs")
         reserved = _RESERVED.intersection(options)
         if reserved:
             raise RowError("wrong type", f"chat_template_kwargs.{min(reserved)} cannot be set by a row; leave it out")
@@ -305,6 +307,7 @@ def _as_tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(value: Any, location: str) -> list[dict[str, Any]]:
     tools = parse_json_value(value, list, location)
+    json_value(tools, location)
     return [parse_json_value(tool, dict, f"{location}[{index}]") for index, tool in enumerate(tools)]
 
 

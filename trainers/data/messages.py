@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,8 @@ _RENAMED = dict.fromkeys(("function", "function_response", "observation", "tool_
 _WEIGHTS = ("weight", "train", "training", "loss_mask", "loss")
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data
 _CALL_ROLES = (_OLD_CALL, "tool_call")
+MOST_LEVELS = 100
+"""Levels of lists and objects in a value that a template or a reward reads."""
 
 Message = dict[str, Any]
 """`role`, `content`, and, if the row has them, `tool_calls`, `tool_call_id`, `name` and `reasoning_content`."""
@@ -129,6 +132,36 @@ def parse_json_value(value: Any, kind: type, location: str) -> Any:
     if not isinstance(value, kind):
         name = "a list" if kind is list else "an object"
         raise RowError("wrong type", f"{location} is {type(original).__name__} and not {name}, nor JSON text of one")
+    return value
+
+
+def json_value(value: Any, location: str, level: int = 0) -> Any:
+    """The value, if JSON has it exactly.
+
+    Args:
+        value: A value as JSON, a table or a Parquet file gives it.
+        location: Where it stands, for messages.
+        level: Lists and objects around it.
+
+    Raises:
+        RowError: for a date, bytes, NaN and whatever else JSON lacks, and for more than `MOST_LEVELS` levels.
+    """
+    if level >= MOST_LEVELS and isinstance(value, list | tuple | dict):
+        raise RowError("nested too deeply", f"{location[:60]} has over {MOST_LEVELS} levels of lists and objects")
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            json_value(item, f"{location}[{index}]", level + 1)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            json_value(text_of(key, f"a key of {location}"), location, level)
+            json_value(item, f"{location}.{key}", level + 1)
+    elif isinstance(value, str):
+        text_of(value, location)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise RowError("no JSON", f"{location} is {value}, which JSON does not have; make it null or text")
+    elif value is not None and not isinstance(value, bool | int | float):
+        kind = type(value).__name__
+        raise RowError("no JSON", f"{location} is of type {kind}, which JSON does not have; make it text or a number")
     return value
 
 
@@ -284,6 +317,7 @@ def _tool_call(call: Any, location: str, fields: Fields) -> dict[str, Any]:
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     arguments = parse_json_value(arguments, dict, f"{location}.arguments")
+    json_value(arguments, f"{location}.arguments")
     checked = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if call.get("id") is not None:
         checked["id"] = text_of(call["id"], f"{location}.id")

@@ -7,7 +7,6 @@ Otherwise it ends with the prompt, and the answer may stand in the column `answe
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,14 +29,13 @@ from trainers.data.messages import (
     Message,
     RowError,
     is_conversation,
+    json_value,
     near,
     parse_messages,
     parsed_messages,
     text_of,
 )
 
-MOST_LEVELS = 100
-"""Levels of lists and objects in a column that a reward reads."""
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _STAND_IN: Message = {"role": "assistant", "content": "Answer"}
 """The answer before which a prompt ends: the template writes what it writes before any answer."""
@@ -142,33 +140,3 @@ def _read(
             raise RowError("missing key", f"{problem}; {remedy}")
         read[role] = json_value(values[role], column)
     return read
-
-
-def json_value(value: Any, location: str, level: int = 0) -> Any:
-    """The value, if JSON has it exactly.
-
-    Args:
-        value: A value as JSON, a table or a Parquet file gives it.
-        location: Where it stands, for messages.
-        level: Lists and objects around it.
-
-    Raises:
-        RowError: for a date, bytes, NaN and whatever else JSON lacks, and for more than `MOST_LEVELS` levels.
-    """
-    if level >= MOST_LEVELS and isinstance(value, list | dict):
-        raise RowError("nested too deeply", f"{location[:60]} has over {MOST_LEVELS} levels of lists and objects")
-    if isinstance(value, list):
-        for index, item in enumerate(value):
-            json_value(item, f"{location}[{index}]", level + 1)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            json_value(text_of(key, f"a key of {location}"), location, level)
-            json_value(item, f"{location}.{key}", level + 1)
-    elif isinstance(value, str):
-        text_of(value, location)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise RowError("no JSON", f"{location} is {value}, which JSON does not have; make it null or text")
-    elif value is not None and not isinstance(value, bool | int | float):
-        kind = type(value).__name__
-        raise RowError("no JSON", f"{location} is of type {kind}, which JSON does not have; make it text or a number")
-    return value

@@ -397,19 +397,17 @@ class Encoder:
             RowError: if the template refuses these messages.
             ConfigError: if it does not terminate, or takes too much memory.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
+        from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
-        conversation = list(map(self._in_form, messages))
+        conversation, values = list(map(self._in_form, messages)), dict(variables or {})
+        tools = values.pop("tools", None)
         try:
             with cpu_time_limit(RENDER_SECONDS):
-                # Compiled templates are cached by their source, so this sets the variables of the one rendered below.
+                # Compiled templates are cached by their source, so this sets the variables of the one rendered here.
                 self._template.globals = self._variables
-                texts, spans = render_jinja_template(
-                    conversations=[conversation],
-                    chat_template=self.options.chat_template,
-                    return_assistant_tokens_mask=marked,
-                    add_generation_prompt=prompt,
-                    **(variables or {}),
+                # `render_jinja_template` without its copies of values that are plain JSON, half of its time.
+                text, spans = _render_with_assistant_indices(
+                    self._template, conversation, tools, documents=None, add_generation_prompt=prompt, **values
                 )
         except TooLong:
             raise ConfigError(
@@ -423,9 +421,9 @@ class Encoder:
             ) from None
         except Exception as error:  # a template can fail in any way
             raise RowError("chat template", f"it refuses these messages: {str(error)[:150]}") from None
-        if len(texts[0]) > 4 * ROW_BYTES:
-            raise RowError("row too large", f"{len(texts[0]):,} characters once rendered")
-        return texts[0], spans[0] if marked else []
+        if len(text) > 4 * ROW_BYTES:
+            raise RowError("row too large", f"{len(text):,} characters once rendered")
+        return text, spans if marked else []
 
     def _masked(self, item: _Rendered, encoding: Any) -> Encoded | BadRow:
         ids = encoding.ids

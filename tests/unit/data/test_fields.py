@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import functools
 import json
 import re
@@ -500,6 +501,29 @@ def test_nulls_of_a_table_are_no_arguments(tmp_path):
     tokens, tokenizer = prepare(config, "train"), load_tokenizer(config)
     texts = [tokenizer.decode(ids[mask]) for ids, mask in (tokens.document(0), tokens.document(1))]
     assert texts == ['[f {"a": 1}]<|im_end|>', '[f {"b": "x"}]<|im_end|>']
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [(datetime.datetime(2026, 1, 1), "is of type datetime"), (b"x", "is of type bytes"), (float("nan"), "is nan")],
+)
+@pytest.mark.parametrize("field", ["arguments", "tools", "chat_template_kwargs"])
+def test_a_value_of_a_table_that_json_lacks_is_refused(field, value, problem, tmp_path):
+    """transformers would write `<datetime>` in its place, which would be trained."""
+
+    def row(given):
+        call = {"function": {"name": "f", "arguments": {"a": given if field == "arguments" else 1}}}
+        messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        tools = [{"name": "f", "parameters": {"default": given if field == "tools" else 1}}]
+        options = {"day": given if field == "chat_template_kwargs" else 1}
+        return {"messages": messages, "tools": tools, "chat_template_kwargs": options}
+
+    path = tmp_path / "data.parquet"
+    pq.write_table(pa.Table.from_pylist([row(value)]), path)
+    (read_row,) = pq.read_table(path).to_pylist()
+    with pytest.raises(RowError, match=f"{field}.*{problem}, which JSON does not have"):
+        canonical(read_row, "auto", {}, True)
+    assert canonical(row(2), "auto", {}, True).messages
 
 
 def test_a_mapped_column_may_have_any_name():

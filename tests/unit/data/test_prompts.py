@@ -20,9 +20,8 @@ from trainers.config.objectives import FORMAT_COLUMNS, OBJECTIVES, PROMPT_ROLES
 from trainers.config.options import TrainConfig
 from trainers.data.files import resolve
 from trainers.data.formats import OPTIONAL
-from trainers.data.messages import RowError
+from trainers.data.messages import MOST_LEVELS, RowError, json_value
 from trainers.data.prepare import data_fingerprint, prepare, tokenised
-from trainers.data.prompts import MOST_LEVELS, json_value
 from trainers.data.rollouts import Prompt, check_prompts, prompt_of, refuse_other_columns
 from trainers.data.shards import BadRow
 from trainers.data.sources import plan, read, unread_columns
