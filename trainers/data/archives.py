@@ -111,12 +111,24 @@ class _Member(tarfile.TarInfo):
         Raises:
             tarfile.ReadError: if the tar ends without its end marker.
         """
+        assert isinstance(tar, _Tar)
+        at_end, tar.at_end = tar.at_end, False
         try:
             return super().fromtarfile(tar)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
+            tar.at_end = True
+            raise
         except tarfile.HeaderError as error:
-            if not tar.offset or isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
+            if isinstance(error, tarfile.EmptyHeaderError) and (at_end or not tar.offset):  # type: ignore[attr-defined]
                 raise
-            raise tarfile.ReadError(f"{error} after {tar.offset:,} bytes: it was cut or damaged") from None
+            problem = f" after {tar.offset:,} bytes: it was cut or damaged" if tar.offset else ""
+            raise tarfile.ReadError(f"{error}{problem}") from None
+
+
+class _Tar(tarfile.TarFile):
+    """A tar, and those that follow it in the same file, as `cat` joins them; `at_end` after an end marker."""
+
+    tarinfo, ignore_zeros, at_end = _Member, True, False
 
 
 def lines_of_tar(content: Content) -> Iterator[bytes]:
@@ -131,9 +143,12 @@ def lines_of_tar(content: Content) -> Iterator[bytes]:
     row: dict[str, Any] = {}
     current, rows, texts = None, 0, False
     try:
-        with tarfile.open(fileobj=content, mode="r|", tarinfo=_Member) as tar:  # type: ignore[call-overload]
+        with _Tar.open(fileobj=content, mode="r|") as tar:  # type: ignore[call-overload]
             for member in tar:
                 key, _, field = _key_and_field(member.name)
+                if field and (member.islnk() or member.issym()):
+                    where, problem = f"{content.display_name}: {member.name}", f"is a link to {member.linkname}"
+                    raise ConfigError(f"{where} {problem}; pack the file itself (tar --dereference --hard-dereference)")
                 if not member.isfile() or not field:
                     continue
                 if key != current and row:

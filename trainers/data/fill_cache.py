@@ -305,7 +305,8 @@ def refuse_nothing(report: Report, splits: bool) -> None:
     """
     if report.documents:
         return
-    remedy = "repair the data or raise max_length" + (", or set overlong=split" if splits else "")
+    longer = " or raise max_length" + (", or set overlong=split" if splits else "")
+    remedy = "repair the data" + longer * (report.bad < report.rows)
     raise ConfigError(
         [
             *report.examples()[:20],

@@ -47,6 +47,10 @@ OPTIONAL: dict[str, tuple[str, ...]] = {  # columns that a format may have besid
     PREFERENCE: ("prompt", "messages", "conversations", *OF_ALPACA, *OF_CHATS),
     PROMPT: ("completion", *OF_CHATS),
 }
+OPENAI_SIDES = {"chosen": "preferred_output", "rejected": "non_preferred_output"}
+"""OpenAI's columns of a preference, whose question and tools are in `input`."""
+_OF_TREES = ("parent_id", "role")
+"""Columns of a message of a tree, as in OASST: its `text` is not one by itself."""
 SHAREGPT_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -122,9 +126,12 @@ def recognise(
         formats: The formats of the objective, in the order in which they are tried.
         numeric: The columns of the objective, which belong to no format: numbers, and those that rewards read.
     """
-    have = _roles(names, columns)
+    present = set(names)
+    have = _roles(present, columns)
     for name in formats:
         needed = FORMAT_COLUMNS[name]
+        if name == "text" and not columns and present.issuperset(_OF_TREES):
+            continue
         if set(columns) <= {*needed, *OPTIONAL[name], *numeric} and have.issuperset(needed):
             return name
     return None
@@ -146,6 +153,11 @@ def unrecognised(
     mistakes += [
         Mistake("columns", None, f"names {column!r}, which does not exist{near(column, names)}") for column in missing
     ]
+    if "text" in formats and {"text", *_OF_TREES} <= {*names}:
+        mistakes.append(
+            "each row is a message of a tree; write a row with `messages` for each conversation in it, or set "
+            "dataset_format=text to train on each message as a text"
+        )
     known = "; ".join(f"{name}: {', '.join(FORMAT_COLUMNS[name])}" for name in formats)
     others = [name for name in FORMAT_COLUMNS if name not in (*formats, PROMPT)]  # a prompt alone is in many rows
     if other := recognise(names, columns, others):
@@ -157,7 +169,8 @@ def unrecognised(
 
 def wanted_columns(columns: Mapping[str, str], numeric: Iterable[str] = ()) -> list[str]:
     """Every column that some format uses or refuses, and those of the objective."""
-    return [*columns.values(), *(role for role in (*COLUMN_ROLES, *numeric) if role not in columns), *MEDIA]
+    roles = [role for role in (*COLUMN_ROLES, *numeric) if role not in columns]
+    return [*columns.values(), *roles, *OPENAI_SIDES.values(), *_OF_TREES, *MEDIA]
 
 
 def canonical(row: Mapping[str, Any], format_name: str, columns: Mapping[str, str], chat: bool) -> Document:
@@ -227,7 +240,14 @@ def _roles(names: Iterable[str], columns: Mapping[str, str]) -> set[str]:
     """The roles for which there is a column; a column mapped to another role does not count under its own name."""
     have = set(names)
     own = {name for name in have if name in COLUMN_ROLES and name not in columns and name not in columns.values()}
-    return own | {role for role, column in columns.items() if column in have}
+    mapped = {role for role, column in columns.items() if column in have}
+    return own | mapped | ({*OPENAI_SIDES} if is_openai_preference(have, columns) else set())
+
+
+def is_openai_preference(names: Iterable[str], columns: Mapping[str, str]) -> bool:
+    """Whether rows with these columns are preferences in OpenAI's form, none of which the user mapped."""
+    needed = {"input", *OPENAI_SIDES.values()}
+    return needed <= set(names) and needed.isdisjoint(columns.values()) and OPENAI_SIDES.keys().isdisjoint(columns)
 
 
 def optional_text(value: Any, location: str) -> str:

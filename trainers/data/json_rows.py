@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -64,18 +65,23 @@ def parse_object(content: bytes) -> dict[str, Any] | BadRow:
             "invalid UTF-8", f"byte {error.start + 1} is 0x{content[error.start]:02x}; save the file as UTF-8"
         )
     except json.JSONDecodeError as error:
-        return BadRow("broken JSON", f"{error.msg} at character {error.pos + 1}")
+        return BadRow("broken JSON", f"{error.msg} at character {error.pos + 1}; a row is a JSON object on one line")
     except DuplicateKey as error:
         return _duplicate_key(error)
     except RecursionError:
         return BadRow("nested too deeply", "too many levels of JSON")
-    except ValueError as error:
-        return BadRow("broken JSON", str(error)[:100])
+    except ValueError:
+        return _long_number()
     return _object(value)
 
 
 def _duplicate_key(error: DuplicateKey) -> BadRow:
     return BadRow("duplicate key", f"{error.key[:100]!r} appears twice in one object; keep one of them")
+
+
+def _long_number() -> BadRow:
+    """For the only other reason for which Python does not read JSON."""
+    return BadRow("broken JSON", f"a number has over {sys.get_int_max_str_digits():,} digits; make it text")
 
 
 def _object(value: Any) -> dict[str, Any] | BadRow:
@@ -248,8 +254,8 @@ def _item(text: str, position: int, in_list: bool) -> tuple[dict[str, Any] | Bad
         bad = BadRow("nested too deeply", "too many levels of JSON")
     except json.JSONDecodeError as error:
         bad = BadRow("broken JSON", f"{error.msg} at {text[error.pos : error.pos + 20]!r}")
-    except ValueError as error:
-        bad = BadRow("broken JSON", str(error)[:100])
+    except ValueError:
+        bad = _long_number()
     try:
         return bad, _LENIENT.raw_decode(text, position)[1]
     except (ValueError, RecursionError):

@@ -17,6 +17,7 @@ THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")  # of an assistant
 _RENAMED = dict.fromkeys(("function", "function_response", "observation", "tool_response"), "tool")
 # The last is ms-swift's; a number there is one that was measured.
 _WEIGHTS = ("weight", "train", "training", "loss_mask", "loss")
+_PARTLY = ("train_detail", "training_detail")  # in Axolotl, the parts of a message that are trained
 _OLD_CALL = "function_call"  # OpenAI's key before tool_calls, and the role of a call in ShareGPT data
 _CALL_ROLES = (_OLD_CALL, "tool_call")
 MOST_LEVELS = 100
@@ -217,7 +218,8 @@ def parse_messages(
 def _parse_message(
     message: Mapping[str, Any], location: str, keys: tuple[str, str], role_names: Mapping[str, str], fields: Fields
 ) -> tuple[Message, bool]:
-    role_key, content_key = keys if keys[0] in message or keys[1] in message else ("role", "content")
+    role_key = next((key for key in (keys[0], "role", "from") if key in message), "role")
+    content_key = next((key for key in (keys[1], "content", "value") if key in message), "content")
     if role_key not in message:
         raise RowError(
             "missing key", f"{location} has no {role_key!r}{near(role_key, [str(name) for name in message])}"
@@ -264,6 +266,12 @@ def _parse_message(
             continue
         if message.get(key) is not None and (role == "assistant" or not message[key]):
             trained = _is_trained(message[key], f"{location}.{key}") and trained
+            used.add(key)
+    for key in _PARTLY:
+        if role == "assistant" and message.get(key) is not None:
+            if trained:
+                problem = f"{location}.{key} trains parts of a message, which is not supported"
+                raise RowError("wrong type", f'{problem}; leave it out, or train the message or not ("train": false)')
             used.add(key)
     fields.add_unused(message, used, f"{path}.")
     return checked, trained

@@ -2,7 +2,8 @@
 
 Preferences come in the columns of TRL: `chosen` and `rejected`, each text, a message or messages, with their `prompt`
 in a column of its own or at their start. The conversation before them may also stand in `messages` or `conversations`.
-Or they have Alpaca's `instruction` and `input`, as in LLaMA-Factory.
+Or they have Alpaca's `instruction` and `input`, as in LLaMA-Factory, or OpenAI's `input` of messages and tools,
+`preferred_output` and `non_preferred_output`.
 Single answers have a column `label`, true if they are desirable: TRL's `prompt` and `completion`, or a conversation.
 An objective may read numeric columns beside these, such as the `margin` of a pair.
 """
@@ -20,6 +21,7 @@ from trainers.config.objectives import ANSWER, PREFERENCE, SFT_FORMATS
 from trainers.data.formats import (
     OF_ALPACA,
     OF_CHATS,
+    OPENAI_SIDES,
     SHAREGPT_ROLES,
     Document,
     answer_text,
@@ -27,6 +29,7 @@ from trainers.data.formats import (
     conversation,
     from_alpaca,
     from_prompt_completion,
+    is_openai_preference,
     optional_text,
     plain_text,
     recognise,
@@ -38,6 +41,7 @@ from trainers.data.messages import (
     Message,
     RowError,
     is_conversation,
+    parse_json_value,
     parse_messages,
     parsed_messages,
     text_of,
@@ -49,6 +53,7 @@ _SIDES = ("chosen", "rejected")
 _ANSWERED = ("completion", "messages", "conversations")
 _EMPTY: tuple[Any, ...] = (None, "", [])
 _LARGEST_NUMBER = 1e6
+_UNASKED = "and no column holds the question; name it with --columns prompt=COLUMN"
 _ALIKE = "chosen and rejected are the same"
 _Side = tuple[list[Message], list[bool]]
 """Messages, and whether each may be trained."""
@@ -83,6 +88,8 @@ def example(
         return (prompt_document(row, name, columns, chat, rewards),)
     if name in SFT_FORMATS:
         return (canonical(row, name, columns, chat),)
+    if name == PREFERENCE and is_openai_preference(row, columns):
+        row = _from_openai(row)
     values, fields = values_by_role(row, name, columns, numeric)
     numbers = tuple(_number(values[role], columns.get(role, role), optional) for role, optional in numeric.items())
     documents = _pair(values, chat, fields) if name == PREFERENCE else (_labelled(values, chat, fields),)
@@ -157,6 +164,19 @@ def _pair(values: dict[str, Any], chat: bool, fields: Fields) -> tuple[Document,
     return chosen, replace(rejected, desirable=False)
 
 
+def _from_openai(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A preference in OpenAI's form with the columns of the others; what else is in `input` keeps its path."""
+    before = parse_json_value(row["input"], dict, "input")
+    if not before.get("messages"):
+        raise RowError("missing key", "input has no messages; the answers need the conversation that they continue")
+    known = {name: before[name] for name in ("messages", "tools", "functions") if before.get(name) is not None}
+    known |= {role: row[column] for role, column in OPENAI_SIDES.items()}
+    others = {name: value for name, value in row.items() if name not in ("input", *OPENAI_SIDES.values())}
+    if both := [name for name in known if others.get(name) not in _EMPTY]:
+        raise RowError("wrong type", f"{both[0]} is a column beside input and its answers; leave it out")
+    return others | known | {f"input.{name}": value for name, value in before.items() if name not in known}
+
+
 def _asks(values: dict[str, Any], before: Sequence[str]) -> bool:
     """Whether Alpaca's columns hold the question: no other column does."""
     return values["instruction"] not in _EMPTY and all(values[role] in _EMPTY for role in before)
@@ -183,6 +203,8 @@ def _conversations(values: dict[str, Any], fields: Fields) -> tuple[Document, ..
     shared = 0
     while shared < min(len(chosen[0]), len(rejected[0])) and chosen[0][shared] == rejected[0][shared]:
         shared += 1
+    if not before and not shared:
+        raise RowError("no prompt", f"chosen and rejected start with different messages, {_UNASKED}")
     return tuple(
         conversation(
             [*before, *messages], [True] * len(before) + trained, values, fields, untrained=len(before) + shared
@@ -228,6 +250,8 @@ def _texts(values: dict[str, Any], fields: Fields) -> tuple[Document, ...]:
         raise RowError("no preference", _ALIKE)
     if prompt is None:
         shared = _shared_words(answers)
+        if not shared:
+            raise RowError("no prompt", f"chosen and rejected start with different words, {_UNASKED}")
         prompt, answers = answers[0][:shared], [answer[shared:] for answer in answers]
         for role, answer in zip(_SIDES, answers, strict=True):
             answer_text(answer, f"{role}, without the words at which both start,")

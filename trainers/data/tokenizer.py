@@ -19,7 +19,7 @@ from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.data.training_template import TrainingTemplate, as_record, own_template, stop_token_ids, training_template
 from trainers.run.hub_errors import hub_mistake
 from trainers.run.import_path import child_environment
-from trainers.run.json_file import MAX_BYTES
+from trainers.run.json_file import MAX_BYTES, load_json
 from trainers.run.process_limits import why_it_died
 
 _FILES = (
@@ -215,6 +215,29 @@ def read_chat_template(config: TrainConfig) -> str | None:
         raise ConfigError(f"cannot read chat_template={path}: {reason}; give a Jinja file") from None
 
 
+def _config_mistake(folder: Path, config: TrainConfig) -> Mistake | None:
+    """What is wrong with the model's config.json, which transformers reads before the tokenizer; None if nothing is."""
+    from transformers import AutoConfig
+
+    values: Any = {}
+    try:
+        values = load_json(folder / "config.json")
+        if isinstance(values, dict):
+            AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+            return None
+        problem = f"a JSON {type(values).__name__}, not an object"
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # each family validates its values differently
+        problem = str(error).strip().partition("\n")[0][:200]
+        dtype = values.get("dtype", values.get("torch_dtype"))
+        if isinstance(error, AttributeError) and f"torch' has no attribute {dtype!r}" in problem:
+            problem = f"its dtype is {dtype!r}, not one of torch such as 'bfloat16'"
+    problem = f": its config.json describes no model ({problem})"
+    remedy = "correct it, or download the model again"
+    return Mistake("model_name_or_path", config.model_name_or_path, problem, remedy)
+
+
 def load_tokenizer(config: TrainConfig) -> Any:
     """Loads the fast tokenizer of the base model, with the chat template of the config and a pad token.
 
@@ -243,10 +266,11 @@ def load_tokenizer(config: TrainConfig) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # a hostile or broken folder can fail in any way
         message = str(error).strip().partition("\n")[0][:200]
-        raise ConfigError(
+        mistake = _config_mistake(folder, config) or (
             f"cannot load the tokenizer of model_name_or_path={name}: {message}; it needs tokenizer.json and "
             "config.json"
-        ) from None
+        )
+        raise ConfigError(mistake) from None
     if not tokenizer.is_fast:
         raise ConfigError.about("model_name_or_path", name, "has only a slow tokenizer", "convert it to tokenizer.json")
     tokenizer.name_or_path = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -60,6 +61,24 @@ def test_brackets_a_hundred_thousand_deep_are_one_sentence(tmp_path, name):
     with pytest.raises(ConfigError, match="cannot load the tokenizer of") as refused:
         load_tokenizer(config)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("[]", "a JSON list, not an object"),
+        ('"x"', "a JSON str, not an object"),
+        ('{"model_type": "llama", "dtype": "auto"}', "its dtype is 'auto', not one of torch such as 'bfloat16'"),
+    ],
+)
+def test_a_config_that_stops_the_tokenizer_is_blamed_itself(tmp_path, content, problem):
+    """Control: beside a config that describes a model, the tokenizer is loaded."""
+    config, file = a_config(tmp_path), tmp_path / "model" / "config.json"
+    file.write_text('{"model_type": "llama", "dtype": "bfloat16"}')
+    assert load_tokenizer(config).eos_token
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=re.escape(f"its config.json describes no model ({problem}); correct it")):
+        load_tokenizer(config)
 
 
 def test_a_tokenizer_that_writes_terabytes_is_refused_and_this_process_goes_on(tmp_path):

@@ -218,3 +218,19 @@ def test_a_tar_that_was_cut_or_damaged_is_refused(tmp_path: Path) -> None:
             read(intact[:end])
     with pytest.raises(ConfigError, match=r"bad checksum.* after 2,560 bytes: it was cut or damaged"):
         read(intact[:of_row] + b"x" + intact[of_row + 1 :])
+    assert len(read(intact + intact[:of_row] + intact[4 * of_row :])) == 5, "tars joined by `cat` are read in full"
+    with pytest.raises(ConfigError, match="it was cut or damaged"):
+        read(intact + intact[:of_row])
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_a_link_in_a_tar_is_refused_as_its_row_would_be_lost(kind: bytes, tmp_path: Path) -> None:
+    path, link = tmp_path / "rows.tar", tarfile.TarInfo("1.txt")
+    link.type, link.linkname = kind, "0.txt"
+    member = tarfile.TarInfo("0.txt")
+    member.size = 5
+    with tarfile.open(path, "w") as tar:
+        tar.addfile(member, io.BytesIO(b"a row"))
+        tar.addfile(link)
+    with pytest.raises(ConfigError, match=r"rows\.tar: 1\.txt is a link to 0\.txt; pack the file itself"):
+        documents(configured(str(path), tmp_path / "cache"))

@@ -60,6 +60,55 @@ def test_conversations_in_every_form(row: dict[str, Any]) -> None:
     assert sides(row) == (("1+1?", "2"), 1)
 
 
+OPENAI = {"input": {"messages": [USER]}, "preferred_output": [RIGHT], "non_preferred_output": [WRONG]}
+
+
+def test_openais_preferences_are_read_with_their_tools() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    asked = {"messages": [USER], "tools": tools, "parallel_tool_calls": True}
+    row = {**OPENAI, "input": asked, "id": 3}
+    assert sides(OPENAI) == sides(row) == (("1+1?", "2"), 1)
+    for document in read(row):
+        assert document.variables == {"tools": tools}
+        assert set(document.unused) == {"input.parallel_tool_calls", "id"}
+    assert sides({**OPENAI, "input": json.dumps(asked)}) == (("1+1?", "2"), 1), "a table's"
+    assert example(OPENAI, "preference", {}, True, ("preference",)) == read(OPENAI)
+    columns = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
+    assert read({**OPENAI, "input": "1+1?"}, **columns) == read(OPENAI), (
+        "columns that are mapped are read as they are mapped"
+    )
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({**OPENAI, "input": {"tools": []}}, "input has no messages"),
+        ({**OPENAI, "input": "1+1?"}, "input is text but not valid JSON"),
+        ({**OPENAI, "messages": [USER, RIGHT]}, "messages is a column beside input and its answers"),
+        ({**OPENAI, "preferred_output": [WRONG]}, "chosen and rejected are the same"),
+    ],
+)
+def test_openais_preferences_without_a_question_or_with_two_are_refused(row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RowError, match=problem):
+        read(row)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"question": "1+1?", "chosen": "2", "rejected": "3"},
+        {"question": "1+1?", "system": "Be brief.", "chosen": "2", "rejected": "3"},  # Intel/orca_dpo_pairs
+        {"question": "1+1?", "chosen": [RIGHT], "rejected": [WRONG]},
+    ],
+)
+def test_answers_without_a_question_are_refused(row: dict[str, Any]) -> None:
+    """Controls: the column is named, or the prompt is there and empty."""
+    with pytest.raises(RowError, match="no column holds the question; name it with --columns prompt=COLUMN"):
+        read(row)
+    assert len(read(row, prompt="question")) == 2
+    assert len(read({"prompt": "", "chosen": "2", "rejected": "3"})) == 2
+
+
 def test_the_turns_that_both_share_are_context() -> None:
     more = {"role": "user", "content": "and 1+2?"}
     row = {"chosen": [USER, RIGHT, more, RIGHT], "rejected": [USER, RIGHT, more, WRONG]}
