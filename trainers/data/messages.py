@@ -218,8 +218,11 @@ def parse_messages(
 def _parse_message(
     message: Mapping[str, Any], location: str, keys: tuple[str, str], role_names: Mapping[str, str], fields: Fields
 ) -> tuple[Message, bool]:
-    role_key = next((key for key in (keys[0], "role", "from") if key in message), "role")
-    content_key = next((key for key in (keys[1], "content", "value") if key in message), "content")
+    role_key, content_key = keys
+    if role_key not in message:
+        role_key = "from" if "from" in message and "role" not in message else "role"
+    if content_key not in message:
+        content_key = "value" if "value" in message and "content" not in message else "content"
     if role_key not in message:
         raise RowError(
             "missing key", f"{location} has no {role_key!r}{near(role_key, [str(name) for name in message])}"
