@@ -178,7 +178,9 @@ def _unknown_type(config: TrainConfig) -> tuple[str, str] | None:
     """What is wrong and the way out, if this version of transformers does not know the type of the model."""
     file = cached_file(model_path(config), CONFIG_NAME, revision=config.model_revision)
     content = load_json(Path(file)) if file is not None else None
-    kind = content.get("model_type") if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return None
+    kind = content.get("model_type")
     if not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return None
     if content.get("auto_map"):

@@ -414,7 +414,7 @@ def test_what_waits_elsewhere_for_the_backward_pass_is_one_tensor_a_layer(monkey
     assert all(torch.equal(one, gradients[True][name]) for name, one in gradients[False].items())
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "dots3_note", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gemma4_text", "dots3_note", "glm5_next", "gpt2", "llama"])
 def test_sizes_are_checked_whether_or_not_they_differ_between_layers(family: str) -> None:
     model_config = AutoConfig.for_model(family)
     check_values(model_config)
