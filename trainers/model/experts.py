@@ -68,15 +68,15 @@ def target_stacks(base: nn.Module, config: TrainConfig, complete: bool) -> list[
     targets: list[str] = []
     for target in config.lora_target_parameters:
         fitting = [name for name in stacks if f".{name}".endswith(f".{target}")]
-        named = [name for name in fitting if name in reached]
-        if complete and not named:
+        usable = [name for name in fitting if name in reached]
+        if complete and not usable:
             ends = sorted({".".join(name.split(".")[-2:]) for name in reached})
             remedy = f"use some of {', '.join(ends)}" if ends else "leave it out: it has no stacked weights"
             problem = f"matches no stack of matrices of {config.model_name_or_path}" + " that text reaches" * bool(
                 fitting
             )
             raise ConfigError.about("lora_target_parameters", target, problem, remedy)
-        targets += [target] if named == fitting else named
+        targets += [target] if usable == fitting else usable
     return targets
 
 
