@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from tests.families import save_small
 from tests.launching import Finished
-from tests.parity.runs import STEPS, curve, mostly_long, run
+from tests.parity.runs import STEPS, curve, long, mostly_long, run
 from tests.shared import once
 from trainers.embedded import BASE_DIR
 from trainers.strategy.strategy import load_strategy
@@ -71,6 +74,30 @@ def test_another_family_trains_as_on_one_process(cut: str, family: str) -> None:
     cut_up = trained(load_strategy(cut).num_processes, family, cut)
     assert len(cut_up.series("loss")) == STEPS
     assert curve(cut_up).agrees(curve(trained(1, family)))
+
+
+def write_image_model(folder: Path) -> None:
+    save_small(folder, "mistral3")
+
+
+@long
+@pytest.mark.parametrize("cut", ["tp", "sp", "cp", "pp", "fsdp2_tp"])
+def test_a_model_of_images_and_text_trains_as_on_one_process(cut: str) -> None:
+    """Its vision tower, which no text reaches, is left as it is."""
+    folder = once("family-mistral3", write_image_model)
+    options: dict[str, Any] = {"model_name_or_path": str(folder), "learning_rate": 1e-3, "eval_dataset_name": "none",
+                               "max_eval_samples": None}  # fmt: skip
+    cut_up, single = (
+        run(count, "full", True, strategy, **options)
+        for count, strategy in ((load_strategy(cut).num_processes, cut), (1, None))
+    )
+    assert len(cut_up.series("loss")) == STEPS
+    assert curve(cut_up).agrees(curve(single))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, cut_up.run.path / "model"))
+    towers = [name for name in before if "vision_tower" in name]
+    assert towers
+    assert all(torch.equal(before[name], after[name]) for name in towers)
+    assert not all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(("strategy", "family"), mostly_long(WRAPPED, WRAPPED[1:2]))

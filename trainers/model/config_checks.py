@@ -28,7 +28,10 @@ def check_values(model_config: Any) -> None:
     text_config = model_config.get_text_config()
     for name, most in _MOST.items():
         # Not by getattr, which fails for a size that differs between layers (Gemma 4).
-        size = vars(text_config).get(getattr(text_config, "attribute_map", {}).get(name, name))
+        key = getattr(text_config, "attribute_map", {}).get(name, name)
+        size, default = vars(text_config).get(key), getattr(type(text_config), key, None)
+        if size == default == 0:  # GLM-5-Next's head_dim, of the part that is rotated
+            continue
         if isinstance(size, int) and not 1 <= size <= most:
             raise ValueError(f"{name}={str(size)[:20]} is not between 1 and {most:,}")
 

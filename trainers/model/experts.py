@@ -9,6 +9,7 @@ from torch import nn
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
+from trainers.model.reachability import reach_noted, silent_weights
 from trainers.strategy.expert_plan import EXPERT_COUNTS, largest_of
 
 _CHOSEN_COUNTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k")
@@ -46,18 +47,37 @@ def router_names(base: Any) -> list[str]:
     return [name for name, _ in base.named_modules() if _ROUTING & set(name.split("."))]
 
 
-def refuse_other_stacks(base: nn.Module, config: TrainConfig) -> None:
-    """Raises ConfigError unless each of `lora_target_parameters` is the end of names of stacks of matrices."""
-    stacks = [
-        f"{name}.{part}" for name, module in base.named_modules() if not isinstance(module, nn.Conv1d)
+def target_stacks(base: nn.Module, config: TrainConfig, complete: bool) -> list[str]:
+    """peft's `target_parameters`: full names where an end also fits stacks that no text reaches, as of vision experts.
+
+    Args:
+        base: the transformers model.
+        config: the run's config.
+        complete: False for a model of fewer layers, which may lack some of the stacks.
+
+    Raises:
+        ConfigError: unless each of `lora_target_parameters` is the end of names of stacks of matrices.
+    """
+    stacks = {
+        f"{name}.{part}": weight for name, module in base.named_modules() if not isinstance(module, nn.Conv1d)
         for part, weight in module.named_parameters(recurse=False) if weight.ndim == 3
-    ]  # fmt: skip
+    }  # fmt: skip
+    silent = {id(weight) for weight in silent_weights(base)}
+    reached = [name for name, weight in stacks.items() if id(weight) not in silent]
+    reached = [name for name in reached if name not in reach_noted(base).unreached]
+    targets: list[str] = []
     for target in config.lora_target_parameters:
-        if not any(f".{name}".endswith(f".{target}") for name in stacks):
-            ends = sorted({".".join(name.split(".")[-2:]) for name in stacks})
+        fitting = [name for name in stacks if f".{name}".endswith(f".{target}")]
+        usable = [name for name in fitting if name in reached]
+        if complete and not usable:
+            ends = sorted({".".join(name.split(".")[-2:]) for name in reached})
             remedy = f"use some of {', '.join(ends)}" if ends else "leave it out: it has no stacked weights"
-            problem = f"matches no stack of matrices of {config.model_name_or_path}"
+            problem = f"matches no stack of matrices of {config.model_name_or_path}" + " that text reaches" * bool(
+                fitting
+            )
             raise ConfigError.about("lora_target_parameters", target, problem, remedy)
+        targets += [target] if usable == fitting else usable
+    return targets
 
 
 def adapter_lines(model: Any) -> list[str]:

@@ -17,12 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import set_seed
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, find_adapter_config_file
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import (
+    CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+    find_adapter_config_file,
+)
 
 from trainers.config.mistakes import ConfigError, Mistake
 from trainers.config.options import EMBEDDED, TrainConfig
@@ -62,12 +69,11 @@ from trainers.objectives.load_balancing import refuse_load_balancing
 from trainers.objectives.output_head import decoder_of
 from trainers.run.from_run import adapter_of
 from trainers.run.hub_errors import hub_mistake
+from trainers.run.json_file import load_json
 from trainers.run.weight_headers import ADAPTER_AS_MODEL, read_header
 
 _STORED = {"F64": torch.float32, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _COMPUTE = {"no": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-
-_LFS_POINTER = b"version https://git-lfs"
 
 LOADER = "transformers.modeling_utils"
 """The logger of a table of missing weights, which would name a new head; `fit_lines` checks all others."""
@@ -151,12 +157,9 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     except OSError as error:
         raise ConfigError(load_mistake(config, error)) from None
     except Exception as error:  # each family validates its sizes differently
-        raise ConfigError.about(
-            "model_name_or_path",
-            config.model_name_or_path,
-            f": its config.json describes no model ({in_one_line(error)})",
-            "correct it, or download the model again",
-        ) from None
+        damaged = f": its config.json describes no model ({in_one_line(error)})", "correct it, or download it again"
+        problem, remedy = (None if published else _unknown_type(config)) or damaged
+        raise ConfigError.about("model_name_or_path", config.model_name_or_path, problem, remedy) from None
     if adapter:  # transformers would silently load the base that it names
         raise ConfigError.about("model_name_or_path", config.model_name_or_path, ADAPTER_AS_MODEL)
     refuse_other_tasks(config, model_config)
@@ -169,6 +172,21 @@ def load_model_config(config: TrainConfig, published: Mapping[str, Any] | None =
     for line in drop_randomness(model_config):
         _say(line)
     return model_config
+
+
+def _unknown_type(config: TrainConfig) -> tuple[str, str] | None:
+    """What is wrong and the way out, if this version of transformers does not know the type of the model."""
+    file = cached_file(model_path(config), CONFIG_NAME, revision=config.model_revision)
+    content = load_json(Path(file)) if file is not None else None
+    if not isinstance(content, dict):
+        return None
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind in CONFIG_MAPPING:
+        return None
+    if content.get("auto_map"):
+        return "has its own code", "review it, then pass --trust_remote_code true, or use another model"
+    problem = f": transformers {transformers.__version__} does not know its model type {kind[:80]!r}"
+    return problem, "install a newer transformers if it is a new model; if not, correct its config.json"
 
 
 def load_base(config: TrainConfig) -> PreTrainedModel:
@@ -264,26 +282,10 @@ def load_mistake(config: TrainConfig, error: Exception) -> Mistake:
     path, revision = model_path(config), config.model_revision
     if not Path(path).is_dir() and (mistake := hub_mistake(path, revision, error)):
         return mistake
-    if known := _known_damage(Path(path)):
-        return Mistake("model_name_or_path", config.model_name_or_path, *known)
     problem = f"cannot be loaded: {str(error).strip().partition(chr(10))[0][:300]}"
     return Mistake(
         "model_name_or_path", config.model_name_or_path, problem, "check its name and files, or download it again"
     )
-
-
-def _known_damage(folder: Path) -> tuple[str, str] | None:
-    """What is wrong with a model's local folder and how to mend it, if it is something that many meet."""
-    weights = sorted(folder.glob("*.safetensors"))
-    for path in weights:
-        with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                return f": {path.name} is a pointer of Git LFS, not the weights", "run `git lfs pull` in that folder"
-    pickles = sorted(folder.glob("*.bin")) if not weights else []
-    if pickles:
-        problem = f": its weights are a pickle ({pickles[0].name}), which can run code when it is loaded"
-        return problem, "use a copy with safetensors, or convert a model that you trust with save_pretrained"
-    return None
 
 
 def _keep_layers(config: TrainConfig, model_config: Any) -> None:

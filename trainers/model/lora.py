@@ -16,7 +16,7 @@ from trainers.config.fields import text_of
 from trainers.config.mistakes import ConfigError
 from trainers.config.model_options import matching_patterns
 from trainers.config.options import TrainConfig
-from trainers.model.experts import refuse_other_stacks, router_names
+from trainers.model.experts import router_names, target_stacks
 from trainers.model.principal import refuse_without_vectors
 from trainers.model.probe import in_one_line
 from trainers.model.reachability import reach_noted, text_parts
@@ -45,25 +45,26 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
     # Leave out modules that text does not reach; with "all-linear", also routers and layers adapters do not fit.
     targets = config.lora_target_modules
     spoken = {id(module) for part in text_parts(base) for module in part.modules()}
-    spared = [name for name, part in base.named_modules() if _adaptable(part) and id(part) not in spoken]
-    spared += {name.rpartition(".")[0] for name in reach_noted(base).unreached}
+    linear, reach = [(name, part) for name, part in base.named_modules() if _adaptable(part)], reach_noted(base)
+    spared = [name for name, part in linear if id(part) not in spoken]
+    spared += [*{name.rpartition(".")[0] for name in reach.unreached}, *reach.bypassed]
     everything = targets == ["all-linear"]
     if everything:
         spared += router_names(base) + _unadapted(base) + _saved(base, config)
+    free = [name for name, _ in linear if name not in {*spared, *_unadapted(base)}]
     if complete:
         _refuse_unsaved(base, config)
-        refuse_other_stacks(base, config)
     adapters = LoraConfig(
         r=config.lora_r,
         lora_alpha=config.lora_alpha,
         rank_pattern=dict(config.lora_rank_pattern),
         alpha_pattern=dict(config.lora_alpha_pattern),
         lora_dropout=config.lora_dropout,
-        target_modules=_without_routers(base) if everything else targets or None,
+        target_modules=_all_linear(base, free) if everything else targets or None,
         exclude_modules=spared or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
-        target_parameters=[*config.lora_target_parameters] or None,
+        target_parameters=target_stacks(base, config, complete) or None,
         modules_to_save=[*config.modules_to_save] or None,
         trainable_token_indices=_token_rows(base, config) or None,
         task_type="SEQ_CLS" if config.objective_spec.scalar_head else "CAUSAL_LM",  # the former trains its head in full
@@ -71,8 +72,6 @@ def add_adapters(base: PreTrainedModel, config: TrainConfig, complete: bool = Tr
     )
     frozen = base.get_input_embeddings().weight.dtype
     set_seed(config.seed)
-    left_out = {*spared, *_unadapted(base)}
-    free = [name for name, part in base.named_modules() if _adaptable(part) and name not in left_out]
     names = sorted({name.rpartition(".")[2] for name in free})
     try:
         model: Any = get_peft_model(base, adapters, autocast_adapter_dtype=True)
@@ -241,14 +240,22 @@ def _refuse_unsaved(base: Any, config: TrainConfig) -> None:
         raise ConfigError.about("modules_to_save", target, problem, remedy)
 
 
-def _without_routers(base: PreTrainedModel) -> str | list[str]:
-    """`all-linear`, or what is left of it where peft would take it for stacked experts and their router as well."""
+def _all_linear(base: PreTrainedModel, free: list[str]) -> str | list[str]:
+    """`all-linear`, or what is left of it where peft would take it for stacked experts and their router as well.
+
+    Args:
+        base: the transformers model.
+        free: names of the linear layers that may have adapters. Without them, peft's names, which are ends, would fit
+            other modules too: a layer `proj1.0` of an encoder gives `0`, which is also the first layer of the decoder.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     converted = LoraConfig(target_modules="all-linear")
     convert_peft_config_for_transformers(converted, base, None)
-    return sorted(converted.target_modules or []) if converted.target_parameters else "all-linear"
+    if not converted.target_parameters:
+        return "all-linear"
+    return sorted(end for end in converted.target_modules or () if any(_ends(name, end) for name in free))
 
 
 def _adaptable(part: nn.Module) -> bool:

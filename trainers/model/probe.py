@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from trainers.config.mistakes import ConfigError
 from trainers.data.layout import DocumentLayout, MetadataRoute
@@ -101,6 +102,9 @@ def check_model_computes(
             own = own_pass(wrapped, base, packed, device, **more) if stock else None
             compare(our_pass(wrapped, base, packed, device, **more), own, base.config.model_type, packed, compute)
     except ProbeError as error:
+        if name := _damaged_weight(base):
+            problem = f"the model's weights hold NaN or infinity (the first is {name})"
+            raise ConfigError(f"{problem}; download the model again, or use another one") from None
         under = "" if type(wrapped).__name__ == "LossModule" else f" (under {type(wrapped).__name__})"
         if splits_rows:
             remedy = "a strategy without cp and sp, or another model"
@@ -109,6 +113,13 @@ def check_model_computes(
         raise ConfigError(f"{error}{under}; use {remedy}") from None
     finally:
         wrapped.train()
+
+
+def _damaged_weight(base: nn.Module) -> str | None:
+    """Name of the first weight that is not finite, or of which this rank's part is not."""
+    parts = ((name, weight.to_local() if isinstance(weight, DTensor) else weight)
+             for name, weight in base.named_parameters())  # fmt: skip
+    return next((name for name, part in parts if part.is_floating_point() and not part.isfinite().all()), None)
 
 
 def compare(ours: ForwardPass, own: ForwardPass | None, kind: str, packing: bool, compute: torch.dtype) -> None:
@@ -287,5 +298,6 @@ def _refuse_difference(kind: str, ours: ForwardPass, own: ForwardPass, compute: 
 
 
 def in_one_line(error: BaseException) -> str:
-    """The message of an exception in one line of at most 200 characters."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+    """The message of an exception in one line of at most 200 characters; that of a KeyError is a bare key."""
+    name = f"{type(error).__name__}: " if isinstance(error, KeyError) else ""
+    return name + " ".join(str(error).split())[:200] or type(error).__name__

@@ -43,12 +43,15 @@ class Reach:
         varies: whether it may reach other weights in each batch, as with experts in a loop; True if unknown.
         fixed: names of the weights that it never reaches and that their class builds frozen, such as the biases by
             which routers choose experts; transformers makes them trainable as it loads them.
+        bypassed: names of the linear layers that the model never calls, though it computes with their weights, as with
+            Mamba's `dt_proj`; an adapter on one has no effect.
     """
 
     unreached: tuple[str, ...] = ()
     sometimes: tuple[str, ...] = ()
     varies: bool = False
     fixed: tuple[str, ...] = ()
+    bypassed: tuple[str, ...] = ()
 
 
 def reach_of(config: TrainConfig, model_config: Any) -> Reach:
@@ -78,14 +81,15 @@ def _reach_of_empty(family: Any, model_config: Any, longest: int) -> Reach:
                 weight.requires_grad_(weight.is_floating_point())
             with FakeTensorMode():
                 as_fakes(model)
-                unreached = _unreached(model, _SHORT)
-                never = set(_unreached(model, longest)) if unreached else set[str]()
+                unreached, bypassed = _traced(model, _SHORT)
+                never = set(_traced(model, longest)[0]) if unreached else set[str]()
     except Exception:  # families fail in any way, such as by a loop over the experts that have tokens
         logging.getLogger(__name__).debug("what text reaches is unknown without values", exc_info=True)
         return Reach(varies=True)
     sometimes = tuple(name for name in unreached if name not in never)
     fixed = tuple(name for name in unreached if name in never & frozen)
-    return Reach(tuple(name for name in unreached if name in never - frozen), sometimes, bool(sometimes), fixed)
+    always = tuple(name for name in unreached if name in never - frozen)
+    return Reach(always, sometimes, varies=bool(sometimes), fixed=fixed, bypassed=tuple(bypassed))
 
 
 @contextmanager
@@ -106,10 +110,11 @@ def reach_of_loaded(model: Any) -> Reach:
         model: a transformers model.
     """
     with own_attention(model):
-        unreached = _unreached(model, _SHORT)
+        unreached, bypassed = _traced(model, _SHORT)
     reached = {expert_list(name) for name, _ in model.named_parameters() if name not in set(unreached)}
     lists = {expert_list(name) for name in unreached} & (reached - {None})
-    return Reach(tuple(name for name in unreached if expert_list(name) not in lists), varies=True)
+    always = tuple(name for name in unreached if expert_list(name) not in lists)
+    return Reach(always, varies=True, bypassed=tuple(bypassed))
 
 
 def expert_list(name: str) -> str | None:
@@ -142,12 +147,22 @@ def as_fakes(model: nn.Module) -> None:
 
 
 @torch.enable_grad()
-def _unreached(model: Any, length: int) -> list[str]:
-    """Names of the trained weights that are not in the graph of a forward pass, except those of `silent_weights`."""
+def _traced(model: Any, length: int) -> tuple[list[str], list[str]]:
+    """`Reach.unreached`, with what a longer text reaches, and `Reach.bypassed` of one forward pass."""
     ids = torch.arange(1, length + 1)[None] % model.config.get_text_config().vocab_size
-    reached = _leaves(model(input_ids=ids, use_cache=False).logits)
+    called = set[int]()
+    layers = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    hooks = [part.register_forward_pre_hook(lambda part, inputs: called.add(id(part))) for _, part in layers]
+    try:
+        reached = _leaves(model(input_ids=ids, use_cache=False).logits)
+    finally:
+        for hook in hooks:
+            hook.remove()
     passed = reached | {id(weight) for weight in silent_weights(model)}
-    return [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in passed]
+    unreached = [name for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in passed]
+    bypassed = [name for name, part in layers if id(part) not in called and id(part.weight) in reached]
+    tied = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    return unreached, [name for name in bypassed if id(model.get_submodule(name)) not in tied]
 
 
 def _leaves(result: torch.Tensor) -> set[int]:

@@ -19,6 +19,7 @@ Headers = dict[str, tuple[str, list[int]]]
 ADAPTER_AS_MODEL = "holds an adapter, not a full model; start from it with from_run, merge it, or use its base model"
 """`Mistake.problem` of an adapter folder given as the base model."""
 WEIGHTS_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+_LFS_POINTER = b"version https://git-lfs"
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError)
 _BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
          "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32,
@@ -43,10 +44,14 @@ def read_places(path: Path) -> dict[str, tuple[str, list[int], int]]:
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If the file is damaged or truncated, or its header is too long.
+        ValueError: If the file is damaged or truncated, its header is too long, or Git LFS left a pointer to it.
     """
     with open_file(path) as file:
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        start = file.read(len(_LFS_POINTER))
+        if start == _LFS_POINTER:
+            raise ValueError(f"{path.name} is a pointer of Git LFS, which `git lfs pull` replaces by the weights")
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(start[:8], "little")
+        file.seek(8)
         content = file.read(length) if length <= min(size - 8, MAX_BYTES) else b""
     try:
         header = parse_json(content)
@@ -128,11 +133,15 @@ def read_headers(folder: Path) -> Headers:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the weight files that transformers would load, which may be missing."""
+    """Returns the weight files that transformers would load, which may be missing; ValueError for a damaged index."""
     index, single = folder / INDEX_NAME, folder / WEIGHTS_NAME
     if single.is_file() or not index.exists():
         return [single]
-    return [folder / name for name in sorted(set(load_json(index)["weight_map"].values()))]
+    content = load_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{INDEX_NAME} has no weight_map, the file of each weight")
+    return [folder / name for name in sorted(set(names.values()))]
 
 
 def base_folder(config: TrainConfig) -> Path:

@@ -202,9 +202,9 @@ def _check_generation(config: TrainConfig) -> None:
     """Refuses a generation config with which transformers cannot load the model."""
     try:
         GenerationConfig.from_pretrained(model_path(config), revision=config.model_revision)
-    except OSError:
-        pass  # it has none, or one that is ignored
     except Exception as error:  # each option is validated differently
+        if isinstance(error, OSError) and "JSON" not in str(error):  # it has none
+            return
         raise ConfigError.about(
             "model_name_or_path",
             config.model_name_or_path,

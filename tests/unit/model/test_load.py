@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from trainers.model.attention import KERNELS
 from trainers.model.config_checks import check_rows, check_values, refuse_other_tasks
 from trainers.model.load import build_model, load_base
 from trainers.model.lora import add_adapters
-from trainers.model.probe import check_model_computes
+from trainers.model.probe import check_model_computes, own_attention
 from trainers.objectives.loss_module import LossModule
 from trainers.objectives.sft import linear_cross_entropy
 from trainers.parallel.backend import unsplit_numel
@@ -224,6 +223,38 @@ def test_a_linear_layer_of_its_own_is_adapted_if_its_product_is_plain(
     assert all((name in targeted) == adapted for name in own)
 
 
+@pytest.mark.parametrize(
+    ("family", "left_out"),
+    [
+        ("jamba", "mamba.dt_proj"),  # only its weight is used
+        ("glm4v_moe", "visual.patch_embed.proj"),  # a convolution, with the end of a linear layer's name
+        ("qwen3_omni_moe_thinker", "audio_tower.layers.0"),
+        ("ernie4_5_vl_moe", "vision_moe.experts"),
+    ],
+)
+def test_text_reaches_every_adapter(family: str, left_out: str, tmp_path: Path) -> None:
+    """DDP would wait for the gradients of others, and they would change nothing."""
+    stacks = ["experts.down_proj"] if "vision_moe" in left_out else []
+    run = config_for(save_small(tmp_path, family), method="lora", lora_target_parameters=stacks, packing=False)
+    base = load_base(run)
+    parts = [name for name, part in base.named_modules() if name.endswith(left_out)]
+    model: Any = add_adapters(base, run)
+    ids = torch.arange(1, 100)[None]
+    with own_attention(base):
+        model(input_ids=ids, use_cache=False).logits.sum().backward()
+    adapters = {name: weight for name, weight in model.named_parameters() if "lora_" in name}
+    assert parts
+    assert adapters
+    assert [name for name, weight in adapters.items() if weight.grad is None] == []
+    assert not [name for name in adapters if left_out in name]
+
+
+def test_a_layer_that_is_never_called_is_no_target(tmp_path: Path) -> None:
+    wrong = config_for(save_small(tmp_path, "mamba"), method="lora", lora_target_modules="dt_proj", packing=False)
+    with pytest.raises(ConfigError, match=r"lora_target_modules=dt_proj matches no module.*some of in_proj, .*x_proj$"):
+        add_adapters(load_base(wrong), wrong)
+
+
 def test_merging_into_tied_embeddings_is_refused() -> None:
     wrong = config(lora_target_modules=["q_proj", "lm_head"], merge_adapter=True)
     with pytest.raises(ConfigError, match="tied embeddings"):
@@ -383,31 +414,13 @@ def test_what_waits_elsewhere_for_the_backward_pass_is_one_tensor_a_layer(monkey
     assert all(torch.equal(one, gradients[True][name]) for name, one in gradients[False].items())
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "dots3_note", "gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gemma4_text", "dots3_note", "glm5_next", "gpt2", "llama"])
 def test_sizes_are_checked_whether_or_not_they_differ_between_layers(family: str) -> None:
     model_config = AutoConfig.for_model(family)
     check_values(model_config)
     model_config.get_text_config().hidden_size = 0
     with pytest.raises(ValueError, match="hidden_size=0 is not between 1 and"):
         check_values(model_config)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS.*`git lfs pull`"),
-        ("pytorch_model.bin", b"pickle", r"its weights are a pickle \(pytorch_model\.bin\).* with safetensors"),
-        ("model.safetensors", b"\x00", "cannot be loaded"),  # the control
-    ],
-)
-def test_a_folder_without_weights_that_can_be_read_says_what_to_do(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(BASE_DIR, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    (folder / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=message):
-        load_base(config(model_name_or_path=str(folder)))
 
 
 def test_tensor_parallelism_splits_no_vision_tower(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -44,7 +45,7 @@ from trainers.strategy.strategy import load_strategy
 from trainers.tools.model_check import inspect_model
 from trainers.tools.preflight import check
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 def checked(folder: Path, **changes: Any) -> list[str]:
@@ -178,10 +179,13 @@ def test_a_config_that_describes_no_model_gets_its_true_sentence(fault: str, tmp
         assert "HF_TOKEN" not in str(refused.value)
 
 
-@pytest.mark.parametrize("content", ['{"max_new_tokens": -1}', "[1]", '{"a":' * 100_000 + "1" + "}" * 100_000])
-def test_a_generation_config_that_stops_the_loading_is_found_by_the_check(content: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "content", ['{"max_new_tokens": -1}', "[1]", '{"a":' * 100_000 + "1" + "}" * 100_000, "no JSON", '{"eos']
+)
+def test_a_generation_config_that_cannot_be_used_is_found_by_the_check(content: str, tmp_path: Path) -> None:
+    """transformers passes over one that is no JSON, and the export would have another."""
     folder = saved(tmp_path)
-    (folder / "generation_config.json").write_text("no JSON, which transformers passes over")
+    (folder / "generation_config.json").unlink(missing_ok=True)
     assert checked(folder), "control"
     (folder / "generation_config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"its generation_config\.json is refused by transformers .*; correct or rem"):
@@ -373,6 +377,58 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"its weight files cannot be used .*model-00001-of-00002"):
         checked(folder)
+
+
+def write(name: str, content: str) -> Change:
+    """A change that puts a file in the place of the weights."""
+
+    def change(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / name).write_text(content)
+
+    return change
+
+
+DAMAGE: dict[str, tuple[Change, str]] = {
+    "a pointer in place of weights": (
+        write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+        r"\(model\.safetensors is a pointer of Git LFS, which `git lfs pull` replaces by the weights\)",
+    ),
+    "an index that is a list": (write("model.safetensors.index.json", "[]"), "has no weight_map"),
+    "an index without files": (write("model.safetensors.index.json", '{"weight_map": {"a": 1}}'), "has no weight_map"),
+    "only a pickle": (write("pytorch_model.bin", ""), r"only pytorch_model\.bin, which would run code when read"),
+    "a model type of tomorrow": (
+        partial(edit_config, model_type="llama9"),
+        r"transformers \d\S* does not know its model type 'llama9'; install a newer transformers",
+    ),
+    "a model type of its own": (
+        partial(edit_config, model_type="mine", auto_map={"AutoConfig": "modeling.Config"}),
+        "has its own code; review it, then pass --trust_remote_code true",
+    ),
+    "an unknown kind of positions": (
+        partial(edit_config, rope_parameters={"rope_type": "magic", "rope_theta": 1.0}), "KeyError: 'magic'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_that_many_meet_is_named(damage: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    change, message = DAMAGE[damage]
+    change(folder)
+    with pytest.raises(ConfigError, match=message):
+        checked(folder)
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_weight_that_is_not_a_number_is_named(is_damaged: bool, tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    if is_damaged:
+        edit_weights(folder, lambda weights: {**weights, "model.norm.weight": weights["model.norm.weight"] * math.nan})
+    base = load_base(config(folder))
+    name = r"weights hold NaN or infinity \(the first is model\.norm\.weight\)"
+    with pytest.raises(ConfigError, match=name) if is_damaged else nullcontext():
+        check_model_computes(LossModule(base), base, True, torch.device("cpu"), torch.float32)
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path: Path) -> None:
