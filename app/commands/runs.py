@@ -45,6 +45,7 @@ from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
 from app.services.memory_check import known_verdict, memory_verdict
 from app.services.proofs import entries, proof_line
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
@@ -308,13 +309,11 @@ def rename_verb(name: str, new_id: str, runs_dir: Path, as_json: bool) -> int:
 def delete_verb(name: str, yes: bool, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith runs delete`: asks on a terminal, with the size; requires `--yes` elsewhere."""
     run = find_run(name, runs_dir)
-    if not yes and not _confirmed(f"delete {run.id}, {actions.size(run) / 2**20:,.1f} MiB, permanently?", as_json):
+    if not yes and not _confirmed(f"delete {run.id}, {byte_text(actions.size(run))}, permanently?", as_json):
         raise ConfigError(f"run {run.id} was not deleted; pass --yes to delete it with its checkpoints and exports")
     freed = actions.delete(run)
     leftover = f"; other files in {run.path} remain" if run.path.exists() else ""
-    return _report_result(
-        as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {freed / 2**20:,.1f} MiB{leftover}"
-    )
+    return _report_result(as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {byte_text(freed)}{leftover}")
 
 
 def _confirmed(question: str, as_json: bool) -> bool:
