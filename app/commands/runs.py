@@ -388,16 +388,15 @@ def compare_verb(
     headers = ["", *(run.id for run in runs)]
     rows = [["state", *(run["state"] for run in comparison["runs"])]]
     for row in comparison["measures"]:
-        label = f"{row['label']}{', ' + row['unit'] if row['unit'] else ''}"
-        pairs = zip(measure_texts(row["values"], MEASURES[row["name"]].digits), row["steps"], strict=True)
-        rows.append([label, *(text + (f" at step {step}" if step else "") for text, step in pairs)])
+        pairs = zip(measure_texts(row["values"], MEASURES[row["name"]]), row["steps"], strict=True)
+        rows.append([row["label"], *(text + (f" at step {step}" if step else "") for text, step in pairs)])
     settings = [row for row in comparison["settings"] if row["differs"] or not differences]
     rows += [[row["name"], *("-" if value in (None, "") else value for value in row["values"])] for row in settings]
     show_table(headers, rows)
     for group in comparison["groups"]:
         if spread := group["values"].get(comparison["by"]):
-            digits = MEASURES[comparison["by"]].digits
-            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")], digits)
+            measure = MEASURES[comparison["by"]]
+            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")], measure)
             label = f"{spread['runs']} seeds ({group['label']}), {comparison['by']}"
             report(f"{label}: mean {mean}, standard deviation {spread['std']:,.3g}, from {low} to {high}")
     report(comparison["verdict"])

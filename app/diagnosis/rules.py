@@ -161,7 +161,8 @@ MEMORY_RULES = (
 )  # fmt: skip
 
 _NOT_FINITE = (
-    r"step (?P<step>\d{1,15}): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>.{0,400}?); no weight"
+    r"step (?P<step>\d{1,15}): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>[^,;]{1,200}"
+    r"(?:, in the batch from [^,;]{1,200})?).{0,400}?; no weight"
 )
 NUMBER_RULES = (
     Rule("skipped_updates", "Ten updates in a row were skipped, up to step {step}: no update is finite any more.",

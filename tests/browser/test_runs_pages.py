@@ -301,7 +301,7 @@ def test_a_metric_of_the_users_own_objective_has_a_chart(new_page: Tabs, server:
 
 def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
-    memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory, GiB')"))
+    memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory')"))
     expect(memory.locator(".u-wrap")).to_be_visible()
     expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.4"))  # before anything points at it
     area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
