@@ -306,18 +306,8 @@ def _folder(command: _Command, config: TrainConfig) -> Path:
         value = as_argument(getattr(config, option))
         raise ConfigError.about(option, value, f"cannot be used: {error.strerror}", "choose another folder") from None
     if used:
-        raise _used(folder)
+        raise ConfigError.about("output_dir", folder, "holds other files", "name a new folder for the report")
     return folder
-
-
-def refuse_used(folder: Path) -> None:
-    """Raises `ConfigError` if the folder of a report holds anything."""
-    if any(folder.iterdir()):
-        raise _used(folder)
-
-
-def _used(folder: Path) -> ConfigError:
-    return ConfigError.about("output_dir", folder, "holds other files", "name a new folder for the report")
 
 
 # -- strategies and devices ------------------------------------------------------------------------------------------

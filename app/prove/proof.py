@@ -24,7 +24,7 @@ from app.launch.foreground import CheckBroke, interruptible, launch, preflight, 
 from app.launch.job import TrainJob
 from app.launch.progress import progress_display
 from app.launch.supervisor import Listener
-from app.prove.plan import Plan, Row, refuse_used
+from app.prove.plan import Plan, Row
 from app.prove.report import facts, verdict, write_report
 from app.runs.runs import metrics
 from trainers.config.mistakes import ConfigError
@@ -339,7 +339,8 @@ def held_folder(folder: Path) -> Iterator[None]:
         problem = f"cannot be written: {error.strerror}"
         raise ConfigError.about("output_dir", folder, problem, "name another folder") from None
     with held_alone(folder, f"output_dir={folder} holds a proof that is running; name a new folder"):
-        refuse_used(folder)
+        if any(folder.iterdir()):
+            raise ConfigError.about("output_dir", folder, "holds other files", "name a new folder for the report")
         try:
             yield
         finally:

@@ -56,7 +56,6 @@ def test_the_whole_story_by_keyboard(new_page: Tabs, serve: Callable[..., Served
     page = new_page("/", server=server)
     page.wait_for_selector("html[data-shown]", state="attached")
     expect(page.locator(".ts-verdict-good")).to_be_visible()
-    type_into(page, "num_processes", "1")
     type_into(page, "max_steps", str(STEPS))
     expect(page.locator("#train-command pre")).to_contain_text(f"--max_steps {STEPS}")
     tab_to(page, "#launch")

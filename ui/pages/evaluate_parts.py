@@ -184,18 +184,21 @@ def _verdicts(view: dict[str, Any]) -> Html:
 def _verdict(model: dict[str, Any], first: str) -> Html:
     better, worse, same, unknown = (list(map(label_of, model[key])) for key in ("better", "worse", "same", "unknown"))
     forgot = model["forgot"]
-    clauses = [f"better in {_listed(better)}"] if better else []
-    clauses += [f"worse in {_listed(worse)}"] if worse else []
-    clauses += [f"it forgot, as {_listed(forgot)} shows"] if forgot else []
-    clauses += [f"no difference shown in {_listed(same)}"] if same else []
-    clauses += [f"not comparable in {_listed(unknown)}"] if unknown else []
+    clauses = [join(["better in ", _listed(better)])] if better else []
+    clauses += [join(["worse in ", _listed(worse)])] if worse else []
+    clauses += [join(["it forgot, as ", _listed(forgot), " shows"])] if forgot else []
+    clauses += [join(["no difference shown in ", _listed(same)])] if same else []
+    clauses += [join(["not comparable in ", _listed(unknown)])] if unknown else []
     lost = worse or forgot
     kind: Kind = "warning" if better and lost else "good" if better else "error" if lost else "info"
-    return alert_list([join([element("strong", model["model"]), f" against {first}: ", "; ".join(clauses), "."])], kind)
+    against = [element("strong", model["model"]), f" against {first}: "]
+    return alert_list([join([*against, join(clauses, "; "), "."])], kind)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+def _listed(names: Sequence[str]) -> Html:
+    """`A, B and C`, none of which breaks at its hyphens."""
+    *others, last = (element("span", name, class_="ts-word") for name in names)
+    return join([*([join(others, ", "), " and "] if others else []), last])
 
 
 def _scores(view: dict[str, Any]) -> Html:
