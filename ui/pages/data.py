@@ -300,8 +300,8 @@ class _Page:
     def follow_mix(self, preset: Any, mix: Any, dataset: Any) -> Any:
         """The field of the training data: the preset's own is left out beside a mix, and comes back without one."""
         try:
-            own = starting_values(preset or None)["dataset_name"]
-        except (ConfigError, TypeError):
+            own = starting_values(preset if isinstance(preset, str) and preset else None)["dataset_name"]
+        except ConfigError:
             own = ""
         if own in ("", "none"):
             return gr.skip()
