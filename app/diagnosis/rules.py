@@ -119,8 +119,8 @@ _SELF_CHECK = r"(?:the run is not set up as requested|checking that the run is s
 
 def _not_as_requested(rule_id: str, properties: str, help_text: str, *remedies: Remedy) -> Rule:
     """A rule for the self-check at the start of a run: the first of these properties is not what was requested."""
-    what = rf"(?P<what>(?:rank \d+: )?(?:{properties}): requested .{{0,300}})"
-    return Rule(rule_id, "The ranks did not get what was asked for: {what}.", _SELF_CHECK + what,
+    pattern = _SELF_CHECK + rf"(?P<what>(?:rank \d+: )?(?:{properties}): requested .{{0,300}})"
+    return Rule(rule_id, "The ranks did not get what was asked for: {what}.", pattern,
                 remedies=remedies, help=help_text)  # fmt: skip
 
 
