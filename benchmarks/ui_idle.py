@@ -28,7 +28,7 @@ from trainers.run.folder import Process, RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent
 RUN = "/run?run=live"
-PAGES = ("/", "/data", "/runs", RUN, "/compare?runs=live", "/chat", "/system")
+PAGES = ("/", "/data", "/runs", RUN, "/compare?runs=live", "/evaluate", "/chat", "/system")
 LIVE_TABS = 8
 STEPS = 600
 """Steps of the run before it moves."""

@@ -160,9 +160,8 @@ def train_step(context: TrainContext, batch: StepBatch, step: int, requests: Req
 def _report_non_finite(context: TrainContext, step: int, loss: float, grad_norm: float, own_loss: torch.Tensor) -> None:
     """Warns on rank 0 that an update is skipped, or raises TrainingError on every rank. Collective."""
     finite = context.ranks.gather((context.mesh.data_rank, math.isfinite(own_loss.item())))
-    description = (
-        f"step {step + 1}: loss {loss}, gradient norm {grad_norm}, on {loss_guard.origin(context.plan, step, finite)}"
-    )
+    values = f"loss {loss:.4g}, gradient norm {grad_norm:.4g}"
+    description = f"step {step + 1}: {values}, on {loss_guard.origin(context.plan, step, finite)}"
     loss_guard.refuse_unless_skipped(description, grad_norm, context.config.non_finite)
     if context.ranks.is_main:
         print(f"warning: {description}; its update is skipped", flush=True)

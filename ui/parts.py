@@ -10,6 +10,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from app.console import clean
+from trainers.config.byte_text import byte_text
 from trainers.config.fields import fields
 from trainers.strategy.strategy import strategy_names
 
@@ -77,18 +78,6 @@ def element(tag: str, content: Any = "", **attributes: Any) -> Html:
 
 
 # -- formatting values -----------------------------------------------------------------------------------------------
-
-
-def byte_text(count: float | None) -> str:
-    """`0 B`, `999 B`, `1.5 KiB`, `23.4 GiB`; a dash for None."""
-    if count is None or not math.isfinite(count):
-        return _NONE
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 100 else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} TiB"
 
 
 def duration_text(seconds: float | None) -> str:

@@ -16,6 +16,7 @@ from app.command_line import Verb
 from app.console import clean, counted, report, report_json, say
 from app.launch.foreground import run_program
 from app.launch.job import named_preset
+from trainers.config.byte_text import byte_text
 from trainers.config.command_line import option
 from trainers.config.fields import text_of
 from trainers.config.local_paths import absolute_paths
@@ -90,7 +91,7 @@ def _record(request: Request, config: TrainConfig, top_k: int, folder: Path, as_
         report_json(document)
         return 0
     labels = " and ".join(f"{count:,} of {split}" for split, count in document["labels"].items())
-    report(f"recorded what it predicts at each trained token, {labels}: {document['bytes'] / 2**20:,.1f} MiB")
+    report(f"recorded what it predicts at each trained token, {labels}: {byte_text(document['bytes'])}")
     report(f"next: tunesmith train {_options(request, folder)}")
     return 0
 

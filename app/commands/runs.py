@@ -45,6 +45,7 @@ from app.runs.state import queue
 from app.services.diagnosis import apply_remedy, diagnosed
 from app.services.memory_check import known_verdict, memory_verdict
 from app.services.proofs import entries, proof_line
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.parse import Request
 from trainers.config.presets import find_preset, preset_names
@@ -308,13 +309,11 @@ def rename_verb(name: str, new_id: str, runs_dir: Path, as_json: bool) -> int:
 def delete_verb(name: str, yes: bool, runs_dir: Path, as_json: bool) -> int:
     """`tunesmith runs delete`: asks on a terminal, with the size; requires `--yes` elsewhere."""
     run = find_run(name, runs_dir)
-    if not yes and not _confirmed(f"delete {run.id}, {actions.size(run) / 2**20:,.1f} MiB, permanently?", as_json):
+    if not yes and not _confirmed(f"delete {run.id}, {byte_text(actions.size(run))}, permanently?", as_json):
         raise ConfigError(f"run {run.id} was not deleted; pass --yes to delete it with its checkpoints and exports")
     freed = actions.delete(run)
     leftover = f"; other files in {run.path} remain" if run.path.exists() else ""
-    return _report_result(
-        as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {freed / 2**20:,.1f} MiB{leftover}"
-    )
+    return _report_result(as_json, {"id": run.id, "bytes": freed}, f"deleted {run.id}, {byte_text(freed)}{leftover}")
 
 
 def _confirmed(question: str, as_json: bool) -> bool:
@@ -389,16 +388,15 @@ def compare_verb(
     headers = ["", *(run.id for run in runs)]
     rows = [["state", *(run["state"] for run in comparison["runs"])]]
     for row in comparison["measures"]:
-        label = f"{row['label']}{', ' + row['unit'] if row['unit'] else ''}"
-        pairs = zip(measure_texts(row["values"], MEASURES[row["name"]].digits), row["steps"], strict=True)
-        rows.append([label, *(text + (f" at step {step}" if step else "") for text, step in pairs)])
+        pairs = zip(measure_texts(row["values"], MEASURES[row["name"]]), row["steps"], strict=True)
+        rows.append([row["label"], *(text + (f" at step {step}" if step else "") for text, step in pairs)])
     settings = [row for row in comparison["settings"] if row["differs"] or not differences]
     rows += [[row["name"], *("-" if value in (None, "") else value for value in row["values"])] for row in settings]
     show_table(headers, rows)
     for group in comparison["groups"]:
         if spread := group["values"].get(comparison["by"]):
-            digits = MEASURES[comparison["by"]].digits
-            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")], digits)
+            measure = MEASURES[comparison["by"]]
+            mean, low, high = measure_texts([spread[key] for key in ("mean", "min", "max")], measure)
             label = f"{spread['runs']} seeds ({group['label']}), {comparison['by']}"
             report(f"{label}: mean {mean}, standard deviation {spread['std']:,.3g}, from {low} to {high}")
     report(comparison["verdict"])

@@ -201,9 +201,13 @@ def _shown_by(rule: Rule, log: Sequence[Line]) -> list[Line]:
     return _matching(rule.evidence, log)[-_MAX_EVIDENCE:] if rule.evidence else []
 
 
+_SAYS_NOTHING = ("Traceback", ' File "', "subprocess.CalledProcessError: Command ")
+"""Signs of lines in red that name no error: of a trace, and of the launcher, which repeats its command."""
+
+
 def _last_errors(log: Sequence[Line], rank: str) -> list[Line]:
     """The last lines that report an error, of the rank that failed if it is known."""
-    errors = [line for line in log if line.error and "Traceback" not in line.text and ' File "' not in line.text]
+    errors = [line for line in log if line.error and not any(sign in line.text for sign in _SAYS_NOTHING)]
     own = [line for line in errors if line.writer == rank]
     return (own or errors)[-2:]
 

@@ -114,6 +114,44 @@ _SYSTEM = (
 )
 """Before an error of the system: the name of an exception, or what a rank did."""
 
+_SELF_CHECK = r"(?:the run is not set up as requested|checking that the run is set up as requested failed): "
+
+
+def _not_as_requested(rule_id: str, properties: str, help_text: str, *remedies: Remedy) -> Rule:
+    """A rule for the self-check at the start of a run: the first of these properties is not what was requested."""
+    pattern = _SELF_CHECK + rf"(?P<what>(?:rank \d+: )?(?:{properties}): requested .{{0,300}})"
+    return Rule(rule_id, "The ranks did not get what was asked for: {what}.", pattern,
+                remedies=remedies, help=help_text)  # fmt: skip
+
+
+SELF_CHECK_RULES = (
+    _not_as_requested(
+        "other_launch", "processes|distributed type|wrapper|own accumulation",
+        "Something else has set up the processes: look for ACCELERATE_* variables and those of torchrun in the "
+        "environment, and start it with the line in command.txt."),
+    _not_as_requested(
+        "other_backend", "communication", "Something else has set up torch.distributed before the run did.",
+        Remedy("let each device choose its backend", {"ddp_backend": "auto"})),
+    _not_as_requested(
+        "other_kernel", "attention", "This model, or the installed transformers, does not take that kernel.",
+        Remedy("let the model choose its attention kernel", {"attn_implementation": "auto"})),
+    _not_as_requested(
+        "other_dtype", "trained weights|frozen weights|weights of the .{1,40}|matrix products",
+        "A layer of this model keeps or computes in a dtype of its own.",
+        Remedy("train in fp32, which takes more memory", {"mixed_precision": "no"})),
+    _not_as_requested(
+        "other_layers", "float8 layers|rounding layers|4-bit layers|4-bit share",
+        "The package that replaces these layers (torchao, bitsandbytes) has left some as they are: compare its version "
+        "with constraints.txt, or train this model without it."),
+    _not_as_requested(
+        "other_layout", "mesh|ZeRO stage|offload|second copies|Adam's share|weights held|experts held",
+        "The strategy did not divide this model as its file says: compare accelerate and deepspeed with "
+        "constraints.txt, or take another strategy."),
+    Rule("not_as_requested", "The ranks did not get what was asked for: {what}.", _SELF_CHECK + r"(?P<what>.{0,300})",
+         help="Compare the packages with constraints.txt."),
+)  # fmt: skip
+"""What the self-check names, and what is to be done about each; the last is for what the others do not know."""
+
 MEMORY_RULES = (
     Rule("out_of_memory", "{who} ran out of memory{doing}.", _MEMORY, log=_MEMORY, remedies=LESS_MEMORY,
          evidence=r".*(?:[Tt]ried to allocate|allocated (?:memory|by PyTorch)|DefaultCPUAllocator)"),
@@ -123,7 +161,8 @@ MEMORY_RULES = (
 )  # fmt: skip
 
 _NOT_FINITE = (
-    r"step (?P<step>\d{1,15}): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>.{0,400}?); no weight"
+    r"step (?P<step>\d{1,15}): loss (?P<loss>\S+), gradient norm (?P<norm>[^,\s]+), (?P<origin>[^,;]{1,200}"
+    r"(?:, in the batch from [^,;]{1,200})?).{0,400}?; no weight"
 )
 NUMBER_RULES = (
     Rule("skipped_updates", "Ten updates in a row were skipped, up to step {step}: no update is finite any more.",
@@ -336,10 +375,7 @@ REQUEST_RULES = (
          r".{0,600}; it is not the trained model(?:.{0,300}(?P<rounded>--dtype float32))?",
          remedies=(Remedy("export in float32", {"export_dtype": changes.exact_dtype}),),
          help="`tunesmith export` tries again; the checkpoint is kept."),
-    Rule("not_as_requested", "The ranks did not get what was asked for: {what}.",
-         r"(?:the run is not set up as requested|checking that the run is set up as requested failed): "
-         r"(?P<what>.{0,300})",
-         help="Compare the packages with constraints.txt."),
+    *SELF_CHECK_RULES,
     Rule("missing_package", "The Python package {package} is missing.",
          r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): No module named '(?P<package>[\w.]+)'",
          log=r"(?:\w+\.)*ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",

@@ -12,6 +12,7 @@ from typing import Any
 import pynvml
 
 from app.doctor.check import Check, judged
+from trainers.config.byte_text import byte_text
 
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
 """Oldest driver for the CUDA version that torch was built with, by its major number.
@@ -70,7 +71,7 @@ def _health(handles: dict[int, Any]) -> Check:
     lines, faults = [], []
     for index, handle in handles.items():
         memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        lines.append(f"{index}: {pynvml.nvmlDeviceGetName(handle)}, {memory.total / 2**30:.0f} GiB")
+        lines.append(f"{index}: {pynvml.nvmlDeviceGetName(handle)}, {byte_text(memory.total)}")
         errors = _query(pynvml.nvmlDeviceGetTotalEccErrors, handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED,
                         pynvml.NVML_VOLATILE_ECC)  # fmt: skip
         if errors:

@@ -19,6 +19,7 @@ from app.launch.network import (
     listed,
     own_interface,
 )
+from trainers.config.byte_text import byte_text
 from trainers.strategy.strategy import Machines
 
 GIB = 2**30
@@ -48,10 +49,10 @@ def disk_checks(folder: Path, quick: bool = False, least: float = LEAST_WRITE) -
     except OSError as error:
         problem = f"{existing} cannot be written: {error.strerror or error}"
         return [Check("run folder", False, problem, "free space or change its permissions, or name another --runs_dir")]
-    room = Check("run folder", True, f"{folder.absolute()}: writable, {free / GIB:.1f} GiB free")
+    room = Check("run folder", True, f"{folder.absolute()}: writable, {byte_text(free)} free")
     if free < LEAST_FREE:
         remedy = "free space, or name another --runs_dir"
-        room = Check("run folder", False, f"{existing} has {free / GIB:.2f} GiB free", remedy)
+        room = Check("run folder", False, f"{existing} has {byte_text(free)} free", remedy)
     if quick:
         return [room]
     value = f"{rate / 1e6:.0f} MB/s written and synced"

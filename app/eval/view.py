@@ -50,7 +50,7 @@ def entry(folder: EvaluationFolder) -> View:
     Returns:
         `id`, `models` (names, possibly none), `started_at` (ISO time; empty if unknown), `command`, `path`; `state`:
         `running`, `stopping`, `done`, `stopped` or `failed`; `reason`, why it failed; `doing` and `progress` (0 to 1)
-        while it runs, else empty and None; and `has_report`.
+        while it runs, else empty and None; `has_report`; and once it is done, its `standings`, as `standings` has them.
     """
     note, running = folder.note(), folder.is_running()
     ended = _summary(folder.path, *map(stamp, (folder.path, folder.report, folder.output)))
@@ -64,6 +64,7 @@ def entry(folder: EvaluationFolder) -> View:
         "reason": "" if running else ended["reason"],
         "started_at": _text(note.get("started_at"), 40) or ended["written_at"], "doing": doing, "progress": progress,
         "command": shlex.join(_without_output(command)), "has_report": ended["has_report"],
+        "standings": [] if running else ended["standings"],
     }  # fmt: skip
 
 
@@ -76,6 +77,7 @@ def _summary(path: Path, *versions: Stamp | None) -> View:
     return {
         "state": state, "reason": reason, "models": _models_of(document), "command": _names(document.get("command")),
         "has_report": bool(document), "written_at": _written_at(folder),
+        "standings": standings(result(folder)) if state == "done" else [],
     }  # fmt: skip
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from app.command_line import Args
 from app.plan.estimate import CLOSE, Row
-from app.plan.hardware import GIB, Hardware
+from app.plan.hardware import Hardware
+from trainers.config.byte_text import byte_text
 from trainers.config.options import MESH_OPTIONS, TrainConfig
 from trainers.strategy.micro_batch import OPTION
 from trainers.strategy.strategy import Strategy
@@ -98,9 +99,9 @@ def why_first(rows: Sequence[Row]) -> str | None:
         ratio = min(row.seconds or 0.0 for row in in_memory) / (first.seconds or 1.0)
         return f"{first.strategy} is first because it is the fastest: the next one takes {ratio:.2f} times as long"
     least, names = min(row.total for row in equal), _listed([row.strategy for row in equal])
-    reason = f"needs the least memory: {first.total / GIB:.1f} GiB, the others at least {least / GIB:.1f}"
+    reason = f"needs the least memory: {byte_text(first.total)}, the others at least {byte_text(least)}"
     if least <= first.total * (1 + CLOSE):
-        reason = f"is the simplest of those that need the least memory, {first.total / GIB:.1f} GiB"
+        reason = f"is the simplest of those that need the least memory, {byte_text(first.total)}"
     return f"{first.strategy} is first because of all that are as fast within {CLOSE:.0%} (also {names}) it {reason}"
 
 
@@ -111,7 +112,7 @@ def _listed(names: Sequence[str], most: int = 4) -> str:
 
 def needed_line(needed: tuple[Row, int] | None, config: TrainConfig, hardware: Hardware) -> str:
     """What would fit where nothing does."""
-    gpus = f"GPUs of {hardware.memory / GIB:.1f} GiB"
+    gpus = f"GPUs of {byte_text(hardware.memory)}"
     remedy = "try --method lora or qlora, a shorter max_length, or --gradient_checkpointing true"
     if needed is None:
         most = max(hardware.processes, *hardware.larger_counts(), 0)

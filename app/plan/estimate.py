@@ -16,6 +16,7 @@ from app.plan.hardware import GIB, ROOM, Hardware
 from app.plan.host_memory import disk_bytes, host_phases, host_problem
 from app.plan.memory import rank_memory, shares_of
 from app.plan.speed import step_time
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.strategy.mesh import MeshSizes
@@ -185,8 +186,8 @@ def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
     if not row.fits:
         largest = max(memory, key=lambda name: memory[name])
         notes.append(
-            f"{row.total / GIB:.1f} GiB for {room / GIB:.1f} usable; most of it is {largest}, "
-            f"{memory[largest] / GIB:.1f} GiB"
+            f"{byte_text(row.total)} for {byte_text(room)} usable; most of it is {largest}, "
+            f"{byte_text(memory[largest])}"
         )
     elif problem := host_problem(row.host_phases, hardware.host):
         row.fits = False
@@ -194,16 +195,16 @@ def _set_fits(row: Row, strategy: Strategy, hardware: Hardware) -> None:
     elif row.host:
         location = "to NVMe" if strategy.offload == "nvme" else "to host memory"
         notes.append(
-            f"{row.host / GIB:.1f} GiB per process are offloaded {location}; the time this costs is not estimated"
+            f"{byte_text(row.host)} per process are offloaded {location}; the time this costs is not estimated"
         )
         if hardware.host is None:
             most = max(row.host_phases.values())
             notes.append(
-                f"whether a machine has the {most / GIB:.1f} GiB of host memory is unknown: say --host_memory GiB"
+                f"whether a machine has the {byte_text(most)} of host memory is unknown: say --host_memory GiB"
             )
     if row.disk and hardware.disk is not None and row.disk > hardware.disk:
-        free = f"{hardware.disk / GIB:.1f} GiB are free"
-        notes.append(f"checkpoints and export take {row.disk / GIB:.1f} GiB of disk, of which {free}")
+        free = f"{byte_text(hardware.disk)} are free"
+        notes.append(f"checkpoints and export take {byte_text(row.disk)} of disk, of which {free}")
     row.reason = "; ".join(notes) or None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from app.plan.hardware import GIB
 from app.plan.memory import TeacherBytes, weight_bytes
+from trainers.config.byte_text import byte_text
 from trainers.config.options import TrainConfig
 from trainers.run.disk import Tensor, bytes_needed
 
@@ -66,5 +66,5 @@ def host_problem(phases: Mapping[str, float], memory: float | None) -> str | Non
     phase = max(phases, key=lambda name: phases[name])
     if memory is None or phases[phase] <= memory:
         return None
-    needed, present = phases[phase] / GIB, memory / GIB
-    return f"{needed:.1f} GiB of host memory for {present:.1f} on a machine, most of it while {phase}"
+    needed, present = byte_text(phases[phase]), byte_text(memory)
+    return f"{needed} of host memory for {present} on a machine, most of it while {phase}"

@@ -10,6 +10,7 @@ from app.plan.advice import BILLION, needed_line, run_tokens, why_first
 from app.plan.estimate import Row
 from app.plan.hardware import GIB, Hardware
 from app.plan.memory import TeacherBytes
+from trainers.config.byte_text import byte_text
 from trainers.config.options import TrainConfig
 
 _USES = ("weights", "gradients", "optimizer", "gathered", "activations", "overhead")
@@ -88,7 +89,8 @@ def show(rows: Sequence[Row], document: Mapping[str, Any]) -> None:
         size = f"{document['teacher_parameters'] / 1e9:.2f}B parameters"
         beside = f"teacher: {document['teacher']}" if document["teacher"] else "copy of the initial model"
         report(clean(f"{beside}, {size}; its weights are among the weights"))
-    report(f"{devices['count']} {devices_label} of {devices['memory_gib']:.1f} GiB{machines}, global batches of "
+    memory = byte_text(devices["memory_gib"] * GIB)
+    report(f"{devices['count']} {devices_label} of {memory}{machines}, global batches of "
            f"{document['global_batch_size']} rows of {document['max_length']} tokens")  # fmt: skip
     report("")
     estimated = [row for row in rows if row.seconds is not None]

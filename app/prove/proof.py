@@ -6,14 +6,16 @@ another, as they would otherwise share cores and memory.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from app.console import clean, say
@@ -27,6 +29,7 @@ from app.prove.report import facts, verdict, write_report
 from app.runs.runs import metrics
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, read_json, register_outside, unregister
+from trainers.run.unfinished import held_alone
 
 LOSS_TOLERANCE = 1e-5
 """Largest allowed absolute difference in the loss of a step, in fp32."""
@@ -167,19 +170,20 @@ class Proof:
         """Trains the reference and every row that can run; on an interrupt, reports what was done so far.
 
         Raises:
-            ConfigError: if the pre-flight check refuses the reference.
+            ConfigError: if the pre-flight check refuses the reference, or another proof is using the folder.
             CheckBroke: if that check crashes.
         """
-        self._announce()
-        with interruptible():
-            try:
-                self._train_all()
-            except KeyboardInterrupt:
-                self.document["interrupted"] = True
-                for row in self._open():
-                    row["reason"] = row["reason"] or "not run: interrupted"
-            self._note_control()
-            self._write()
+        with held_folder(self.plan.folder):
+            self._announce()
+            with interruptible():
+                try:
+                    self._train_all()
+                except KeyboardInterrupt:
+                    self.document["interrupted"] = True
+                    for row in self._open():
+                        row["reason"] = row["reason"] or "not run: interrupted"
+                self._note_control()
+                self._write()
 
     def _announce(self) -> None:
         for line in [] if self.quiet else self.plan.overrides:
@@ -317,8 +321,32 @@ class Proof:
         return [row for row in self.rows if row["passed"] is None]
 
     def _write(self) -> None:
-        if self.plan.folder.is_dir():
+        if any(self.plan.folder.iterdir()):  # a run was started
             write_report(self.plan.folder, self.document, self.plan.reference.config)
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Makes the folder of a report, and holds its lock; removes it if nothing was written.
+
+    Raises:
+        ConfigError: if another proof holds it, or has written to it since the plan was made, or it cannot be made.
+    """
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}"
+        raise ConfigError.about("output_dir", folder, problem, "name another folder") from None
+    with held_alone(folder, f"output_dir={folder} holds a proof that is running; name a new folder"):
+        if any(folder.iterdir()):
+            raise ConfigError.about("output_dir", folder, "holds other files", "name a new folder for the report")
+        try:
+            yield
+        finally:
+            if is_new:
+                with contextlib.suppress(OSError):  # a report is in it
+                    folder.rmdir()
 
 
 def blank(row: Row, method: str) -> dict[str, Any]:

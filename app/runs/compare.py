@@ -15,6 +15,7 @@ import numpy as np
 
 from app.runs.metrics import AXES, EVAL, Curves
 from app.runs.runs import config_values, gpu_ids, run_of_id, strategy_name, true_state, world_size
+from trainers.config.byte_text import byte_text
 from trainers.config.labels import LABELS
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder
@@ -203,14 +204,17 @@ def measure_text(value: float | None, digits: int = 5) -> str:
     return f"{value:,.0f}" if value == int(value) or abs(value) >= 10 ** (digits - 1) else f"{value:,.{digits}g}"
 
 
-def measure_texts(values: Sequence[float | None], digits: int = 5) -> list[str]:
+def measure_texts(values: Sequence[float | None], measure: Measure) -> list[str]:
     """Values of one measure, all with as many decimals: so many significant digits of the largest."""
+    if measure.unit == "GiB":
+        return ["-" if value is None else byte_text(value * 2**30) for value in values]
+    digits, unit = measure.digits, f" {measure.unit}" if measure.unit else ""
     texts = [measure_text(value, digits) for value in values]
     decimals = max(len(text.partition(".")[2]) for text in texts)
     largest = max((abs(value) for value in values if value), default=1.0)
     decimals = min(decimals, max(0, digits - 1 - math.floor(math.log10(largest))))
     return [
-        text if value is None or "e" in text else f"{value:,.{decimals}f}"
+        text if value is None else f"{text if 'e' in text else f'{value:,.{decimals}f}'}{unit}"
         for text, value in zip(texts, values, strict=True)
     ]
 
@@ -237,8 +241,7 @@ def _verdict(states: Sequence[dict[str, Any]], row: dict[str, Any] | None, by: s
     known = [index for index, value in enumerate(row["values"]) if value is not None]
     missing = [run_id for index, run_id in enumerate(ids) if index not in known]
     first = known[0] if not row["best"] else row["best"][0]
-    number = measure_text(row["values"][first], MEASURES[row["name"]].digits)
-    number += f" {row['unit']}" if row["unit"] else ""
+    (number,) = measure_texts([row["values"][first]], MEASURES[row["name"]])
     at = f" at step {row['steps'][first]:,}" if row["steps"][first] is not None and len(row["best"]) < 2 else ""
     how = {"low": "lower is better", "high": "higher is better"}[row["better"]]
     if len(known) == 1:

@@ -14,6 +14,7 @@ from app.launch.job import TrainJob
 from app.plan.command import count
 from app.plan.estimate import plan_row
 from app.plan.hardware import GIB, Hardware
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.parse import dump_yaml
@@ -101,7 +102,7 @@ def _count(job: TrainJob) -> Verdict:
     unit = "each GPU" if devices.gpu_ids else "each process"
     return Verdict(
         False,
-        f"this run is not expected to fit: {row.strategy} on {where(job)} needs {row.reason} ({memory / GIB:.1f} GiB "
+        f"this run is not expected to fit: {row.strategy} on {where(job)} needs {row.reason} ({byte_text(memory)} "
         f"free for {unit}); `tunesmith plan` shows what would fit",
     )
 

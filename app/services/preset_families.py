@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from app.plan.hardware import GIB, ROOM
 from app.services.choices import GpuChoice
+from trainers.config.byte_text import byte_text
 from trainers.config.objectives import OBJECTIVES
 from trainers.config.presets import PRETRAIN, Method, model_names, model_presets
 
@@ -81,7 +82,8 @@ def _memory(method: Method) -> str:
     able = {count: placement for count, placement in method.gpus.items() if placement.strategies} or method.gpus
     count, placement = min(able.items(), key=lambda item: (item[1].host_gib > 0, item[0]))
     host = ", host memory" if placement.host_gib else ""
-    return f"{placement.gib:g} GiB{host}" if count == 1 else f"{count} x {placement.gib:g} GiB{host}"
+    size = byte_text(placement.gib * GIB)
+    return f"{size}{host}" if count == 1 else f"{count} x {size}{host}"
 
 
 def _fits(method: Method, gpus: Sequence[GpuChoice]) -> bool | None:

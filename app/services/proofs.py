@@ -263,14 +263,14 @@ def _last_words(proof: ProofFolder) -> str:
 
 
 def _sentence(run: RunFolder, verdict: str | None, reason: str) -> str:
-    name, reason = subject(run), reason.rstrip(".")
+    name, why = subject(run), f": {reason.rstrip('.')}" if reason.rstrip(".") else ""
     return {
         "agrees": f"{name} trains the same model as one process.",
-        "differs": f"{name} does not train the same model as one process: {reason}.",
-        "failed": f"{name} did not train as one process did: {reason}.",
+        "differs": f"{name} does not train the same model as one process{why}.",
+        "failed": f"{name} did not train as one process did{why}.",
         "fault seen": f"A known fault in {name} is seen, so the comparison can fail.",
         "fault not seen": f"A known fault in {name} is not seen, so a proof says nothing here.",
-    }.get(verdict or "", f"No verdict: {reason}.")
+    }.get(verdict or "", f"No verdict{why}.")
 
 
 def proof_line(proof: Entry) -> str:

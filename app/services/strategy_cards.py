@@ -18,7 +18,8 @@ from typing import Literal
 from app.hardware import Devices, find_gpus
 from app.plan.command import count
 from app.plan.estimate import CLOSE, Candidate, Row, best_first, candidate, plan_row
-from app.plan.hardware import GIB, Hardware
+from app.plan.hardware import Hardware
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.parse import dump_yaml
@@ -380,7 +381,7 @@ def _ranked(rows: Sequence[Row], default: str) -> list[Row]:
 
 def _why(best: StrategyCard | None, rows: Sequence[Row], hardware: Hardware, unit: str) -> str:
     """One sentence about the best strategy, or about what to do without one."""
-    memory = f"the {hardware.memory / GIB:.1f} GiB of each {unit}"
+    memory = f"the {byte_text(hardware.memory)} of each {unit}"
     if best is None:
         smaller = "fewer rows at once, LoRA or QLoRA, a shorter row, gradient checkpointing, or more GPUs"
         return (
@@ -398,4 +399,4 @@ def _why(best: StrategyCard | None, rows: Sequence[Row], hardware: Hardware, uni
         comparison = "nothing else fits without offloading"
     else:
         comparison = f"no other that fits is more than {CLOSE:.0%} faster"
-    return f"It needs {best.total / GIB:.1f} GiB of {memory}, and {comparison}."
+    return f"It needs {byte_text(best.total)} of {memory}, and {comparison}."

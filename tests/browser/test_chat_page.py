@@ -431,3 +431,19 @@ def said_to(chatting: Served, number: int, values: list[Any], event: Any) -> str
             if line.startswith("data:") and json.loads(line[5:])["msg"] == "process_completed":
                 break
     return answer_events
+
+
+def test_an_empty_chat_asks_for_no_message_while_its_model_loads(tabs: Tabs) -> None:
+    page = chosen(tabs(f"/chat?run={RUN}&checkpoint={STEP}"), RUN)
+    pane = page.locator("#chat-first")
+    free = page.get_by_role("button", name="Free memory")
+    if free.is_visible():
+        free.click()
+    expect(page.locator("#chat-status .ts-unloaded")).to_be_visible()
+    expect(pane.get_by_text("Write a message below")).to_be_visible()
+    expect(pane.get_by_text("The model is loading")).to_be_hidden()
+    page.get_by_role("button", name="Load", exact=True).click()
+    expect(pane.get_by_text("The model is loading")).to_be_visible()
+    expect(pane.get_by_text("Write a message below")).to_be_hidden()
+    expect(page.locator("#chat-status")).to_contain_text("loaded")
+    expect(pane.get_by_text("Write a message below")).to_be_visible()

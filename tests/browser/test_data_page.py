@@ -76,8 +76,9 @@ def test_a_mix_is_counted_source_by_source_with_its_languages(new_page: Tabs, se
     mix = a_file(server, "mix.yaml", ["sources:", "- {dataset_name: first.jsonl, weight: 3}",
                                       "- {dataset_name: second.jsonl}"])  # fmt: skip
     page = new_page("/data")
-    fill(page, "dataset_name", "")
+    expect(page.locator("#opt-dataset_name input")).to_have_value("embedded")
     fill(page, "mix", str(mix))
+    expect(page.locator("#opt-dataset_name input")).to_have_value("")  # a mix takes the place of the preset's data
     show(page)
     expect(page.locator("#data-rows article").first).to_contain_text("first: ")
     sources = page.get_by_role("region", name="Sources of the mix")

@@ -31,8 +31,7 @@ _MARK = """() => {
   stops.forEach((each, index) => { each.dataset.stop = index; });
   return stops.length;
 }"""
-# The mark of what has the focus, and why it cannot be seen.
-_FOCUSED = """() => {
+FOCUSED = """() => {
   const each = document.activeElement, style = getComputedStyle(each), box = each.getBoundingClientRect();
   const text = each.outerHTML.slice(0, 120), faults = [];
   if (style.outlineStyle === "none" || !parseFloat(style.outlineWidth)) faults.push(`no outline: ${text}`);
@@ -41,6 +40,7 @@ _FOCUSED = """() => {
   if (!isInside) faults.push(`out of sight: ${text}`);
   return [each.dataset.stop === undefined ? text : +each.dataset.stop, faults];
 }"""
+"""The mark of what has the focus, and why it cannot be seen."""
 
 # Whether as many controls can be used as in the last five looks.
 _RESTS = """() => {
@@ -96,7 +96,7 @@ def walked(page: Page, key: str) -> tuple[list[object], list[str]]:
     for number in range(count):
         if number:
             page.keyboard.press(key)
-        stop, unseen = page.evaluate(_FOCUSED)
+        stop, unseen = page.evaluate(FOCUSED)
         stops.append(stop)
         faults += unseen
     return stops, faults

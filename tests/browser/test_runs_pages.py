@@ -301,7 +301,7 @@ def test_a_metric_of_the_users_own_objective_has_a_chart(new_page: Tabs, server:
 
 def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
-    memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory, GiB')"))
+    memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory')"))
     expect(memory.locator(".u-wrap")).to_be_visible()
     expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.4"))  # before anything points at it
     area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
@@ -549,16 +549,21 @@ def test_a_diagnosis_that_comes_does_not_move_the_buttons_of_a_live_run(new_page
     supervisor = Process.of("supervisor", pid=os.getpid()).as_json()
     run = made_run(server.runs_dir, "slow-run", "running", steps=40, total_steps=90, processes=[supervisor])
     page = new_page("/run?run=slow-run")
-    stop, clone = page.locator("#run-stop"), page.locator("#run-clone")
+    stop, charts = page.locator("#run-stop"), page.get_by_role("heading", name="Charts")
+    clone = page.locator("#run-clone_live")
     expect(stop).to_be_visible()
-    at, below = stop.bounding_box(), clone.bounding_box()
+    at, beside, below = stop.bounding_box(), clone.bounding_box(), charts.bounding_box()
+    assert at is not None
+    assert beside is not None
+    assert at["y"] == beside["y"], "what can be done with a live run stands in one row"
+    expect(page.locator("#run-clone")).to_be_hidden()
     with run.metrics.open("a") as lines:
         for step in range(41, 47):
             row = {"step": step, "loss": 1.0, "elapsed_s": float(step), "slow_ranks": [1]}
             lines.write(json.dumps({**row, "tokens": step, "attempt": 0}) + "\n")
     expect(page.locator("#run-diagnosis")).to_contain_text("Rank 1 is slow", timeout=30_000)
     assert stop.bounding_box() == at
-    assert clone.bounding_box() != below, "control: what stands below it is moved"
+    assert charts.bounding_box() != below, "control: what stands below it is moved"
     shutil.rmtree(run.path)
 
 

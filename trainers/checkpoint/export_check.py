@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from trainers.checkpoint.gguf_file import GgufFile
 from trainers.checkpoint.scratch import Scratch
+from trainers.config.byte_text import byte_text
 from trainers.config.options import TrainConfig
 from trainers.data.prepare import cached
 from trainers.model.attention import KERNELS
@@ -273,7 +274,7 @@ def load_back(
         needed, free = _bytes(folder, config, kind, compute), available()
         if needed > free:
             problem = (
-                f"which takes {needed / 2**30:.1f} GiB of memory where {free / 2**30:.1f} GiB are free; "
+                f"which takes {byte_text(needed)} of memory where {byte_text(free)} are free; "
                 "run `tunesmith export` on a machine with more memory to check it"
             )
             return LoadedBack(*facts, None, limit, rounding, problem, skipped=True, scores=scores)

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from filelock import FileLock
 
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.config.remote_data import DATA_SUFFIXES
@@ -89,7 +90,7 @@ def copy_of_url(url: str, option: str, cache: Path) -> Copy:
     versions = [str(info[key]) for key in VERSIONS if info.get(key)]
 
     def download(target: Path) -> Path:
-        say(f"downloading {url}" + (f" ({size / 2**20:,.1f} MiB)" if size else ""))
+        say(f"downloading {url}" + (f" ({byte_text(size)})" if size else ""))
         with explained(url, option):
             files.get_file(remote, str(target))
         if size and target.stat().st_size != size:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
 from trainers.model.load import compute_dtype, model_path
@@ -37,12 +38,12 @@ def check_memory(config: TrainConfig, request: dict[str, Any]) -> str:
     where = "GPU memory" if on_gpu else "memory"
     if needed * _MARGIN > free:
         raise ConfigError(
-            f"the weights take {needed / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB of {where} are free; free the other "
+            f"the weights take {byte_text(needed)}, and {byte_text(free)} of {where} are free; free the other "
             "model, compare with nothing, or choose another device"
         )
     if needed < _GIB / 10:
         return ""
-    return f"{needed / _GIB:.1f} of {free / _GIB:.1f} GiB of free {where}"
+    return f"{byte_text(needed)} of {byte_text(free)} of free {where}"
 
 
 def weights_bytes(config: TrainConfig, request: dict[str, Any]) -> int | None:

@@ -15,6 +15,7 @@ from app.hardware import find_gpus
 from app.services.chat_messages import MAX_CHARACTERS, SAMPLING, check_tools
 from app.services.chat_pair import PANES, ChatPair
 from app.services.rpc_client import WorkerDied
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED
 from ui.context import ServerContext
@@ -26,7 +27,7 @@ from ui.pages.chat_parts import (
     write_messages,
 )
 from ui.pages.chat_turn import BASE, EMPTY_HEADING, NOTHING, Turn, heading
-from ui.parts import Html, alert_list, byte_text, duration_text, element, join, number_text, title
+from ui.parts import Html, alert_list, duration_text, element, join, number_text, title
 
 _LEAD = "Ask a run's model and its base model, or two models, the same question."
 _DIED = "the model's process has ended; free memory, or choose a smaller model or another device"

@@ -17,6 +17,8 @@ Messages = list[dict[str, Any]]
 """See `app.services.chat_messages.check_history`."""
 
 _MAX_BYTES = 2_000_000
+_LOADING = "The model is loading: a message that you send now is answered once it is loaded."
+"""Shown in place of what an empty conversation says, as long as the status says so (chat.css)."""
 
 
 def read_messages(data: Any) -> Messages:
@@ -117,8 +119,12 @@ def conversation(side: str, heading: str, messages: Messages, reply: Reply | Non
         _turn(side, entries, index, bool(reply and streaming and index == len(messages) and reply.thinks), streaming)
         for index in range(len(entries))
     ]
+    waiting = [
+        element("p", empty, class_="ts-note ts-ready"),
+        element("p", _LOADING, class_="ts-note ts-loading-model"),
+    ]
     log = element(
-        "div", join(turns) if turns else element("p", empty, class_="ts-note"), class_="ts-log", role="log",
+        "div", join(turns or waiting), class_="ts-log", role="log",
         aria_label=f"Conversation with {heading}", aria_busy="true" if streaming else "false", tabindex=0,
     )  # fmt: skip
     head = element("h2", heading, class_="ts-side", title=heading)

@@ -191,9 +191,7 @@ def _spread(comparison: dict[str, Any]) -> Html:
 def _measure_texts(name: str, values: Sequence[float | None]) -> list[str]:
     if name == "time":
         return list(map(duration_text, values))
-    measure = MEASURES[name]
-    texts = measure_texts(values, measure.digits)
-    return [f"{text} {measure.unit}" if measure.unit and text != "-" else text for text in texts]
+    return measure_texts(values, MEASURES[name])
 
 
 def _small(content: str) -> Html:

@@ -187,6 +187,8 @@ class _Page:
         keep = f"(preset, ...values) => {{ {keep} }}"
         gr.on([option.change for option in self.options], None, [self.preset, *self.options], None, js=keep, **_HIDDEN)
         self.upload.upload(self.take_upload, self.upload, self.options[FIELDS.index("dataset_name")], **_LISTENER)
+        dataset, mix = (self.options[FIELDS.index(name)] for name in ("dataset_name", "mix"))
+        mix.change(self.follow_mix, [self.preset, mix, dataset], dataset, **_QUICK)
         read = "() => [tunesmithDraft.read()]"
         loaded = Context.root_block.load(self.prefill, self.draft, form_outputs, js=read, **_QUICK)
         loaded.then(None, None, None, js="() => tunesmithDraft.ready()", **_HIDDEN)
@@ -294,6 +296,19 @@ class _Page:
             return write_draft(with_data(before, None if run else preset or None, form_values))
         except ConfigError as error:
             raise gr.Error("\n".join(error.lines)) from None
+
+    def follow_mix(self, preset: Any, mix: Any, dataset: Any) -> Any:
+        """The field of the training data: the preset's own is left out beside a mix, and comes back without one."""
+        try:
+            own = starting_values(preset if isinstance(preset, str) and preset else None)["dataset_name"]
+        except ConfigError:
+            own = ""
+        if own in ("", "none"):
+            return gr.skip()
+        has_mix = isinstance(mix, str) and mix.strip() not in ("", "none")
+        if has_mix and dataset == own:
+            return ""
+        return own if not has_mix and not dataset else gr.skip()
 
     def take_upload(self, path: str) -> str:
         """Stores an uploaded file in the uploads folder; returns its path."""

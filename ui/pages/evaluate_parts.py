@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
+from app.console import counted
 from app.eval.view import standings
 from app.services.chat import weights_of
 from trainers.run.folder import RunFolder
@@ -78,12 +79,29 @@ def evaluations_table(entries: Sequence[dict[str, Any]], total: int, empty: str,
     """The evaluations, newest first, each with its state."""
     rows = [
         [evaluation_link(entry), badge(entry["state"]), ago(entry["started_at"]) if entry["started_at"] else None,
-         entry["doing"] or entry["reason"] or "report"]
+         entry["doing"] or entry["reason"] or _outcome(entry["standings"])]
         for entry in entries
     ]  # fmt: skip
     table = data_table(["Models", "State", "Started", "What came of it"], rows, caption, empty=empty, cards=True)
     more = note(f"The newest {len(entries)} of {total:,}; the others are in the runs folder.")
     return element("div", join([table, more if total > len(entries) else ""]), class_="ts-evaluations")
+
+
+def _outcome(models: Sequence[dict[str, Any]]) -> str:
+    """What came of an evaluation, such as `my-run: better in 6 of 7 metrics, worse in 1`, for a line of a list."""
+    lines = []
+    for model in models:
+        kinds = ("better", "worse", "same", "unknown")
+        total = sum(len(model[kind]) for kind in kinds)
+        names = dict(zip(kinds, ("better in", "worse in", "no difference shown in", "not comparable in"), strict=True))
+        first, *others = [f"{names[kind]} {len(model[kind])}" for kind in kinds if model[kind]]
+        clauses = [
+            f"{first} of {counted(total, 'metric', 'metrics')}",
+            *others,
+            *(["it forgot"] if model["forgot"] else []),
+        ]
+        lines.append(f"{model['model']}: {', '.join(clauses)}")
+    return "; ".join(lines) or "report"
 
 
 def run_evaluations(run: RunFolder, entries: Sequence[dict[str, Any]], total: int) -> Html:
@@ -166,18 +184,21 @@ def _verdicts(view: dict[str, Any]) -> Html:
 def _verdict(model: dict[str, Any], first: str) -> Html:
     better, worse, same, unknown = (list(map(label_of, model[key])) for key in ("better", "worse", "same", "unknown"))
     forgot = model["forgot"]
-    clauses = [f"better in {_listed(better)}"] if better else []
-    clauses += [f"worse in {_listed(worse)}"] if worse else []
-    clauses += [f"it forgot, as {_listed(forgot)} shows"] if forgot else []
-    clauses += [f"no difference shown in {_listed(same)}"] if same else []
-    clauses += [f"not comparable in {_listed(unknown)}"] if unknown else []
+    clauses = [join(["better in ", _listed(better)])] if better else []
+    clauses += [join(["worse in ", _listed(worse)])] if worse else []
+    clauses += [join(["it forgot, as ", _listed(forgot), " shows"])] if forgot else []
+    clauses += [join(["no difference shown in ", _listed(same)])] if same else []
+    clauses += [join(["not comparable in ", _listed(unknown)])] if unknown else []
     lost = worse or forgot
     kind: Kind = "warning" if better and lost else "good" if better else "error" if lost else "info"
-    return alert_list([join([element("strong", model["model"]), f" against {first}: ", "; ".join(clauses), "."])], kind)
+    against = [element("strong", model["model"]), f" against {first}: "]
+    return alert_list([join([*against, join(clauses, "; "), "."])], kind)
 
 
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+def _listed(names: Sequence[str]) -> Html:
+    """`A, B and C`, none of which breaks at its hyphens."""
+    *others, last = (element("span", name, class_="ts-word") for name in names)
+    return join([*([join(others, ", "), " and "] if others else []), last])
 
 
 def _scores(view: dict[str, Any]) -> Html:

@@ -24,6 +24,7 @@ from app.services.diagnosis import Diagnoses, remedied
 from app.services.planned_memory import PlannedMemory
 from app.sweep.record import SweepFolder
 from app.sweep.report import comparison_of
+from trainers.config.byte_text import byte_text
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import END_STATES, RunFolder
 from ui.context import ServerContext
@@ -32,17 +33,18 @@ from ui.pages.evaluate_parts import run_evaluations
 from ui.pages.run_export import ExportPart, export_part
 from ui.pages.run_parts import details, diagnosis_cards, headline, remedies_of, remedy_label, unknown_run
 from ui.pages.run_proof import ProofPart, proof_parts
-from ui.parts import alert_list, byte_text, element, loading, section
+from ui.parts import alert_list, element, loading, section
 
 _POLL_SECONDS = 1.0
 """Seconds between two refreshes."""
 _BUTTONS = {
     "stop": "Stop and save", "save": "Save now", "stop_without_saving": "Stop without saving", "cancel": "Cancel",
-    "move_up": "Move up", "move_down": "Move down", "resume": "Resume", "resume_changed": "Resume with changes",
-    "train_further": "Train further", "export": "Export", "clone": "Clone", "rename": "Rename", "delete": "Delete",
+    "move_up": "Move up", "move_down": "Move down", "clone_live": "Clone", "resume": "Resume",
+    "resume_changed": "Resume with changes", "train_further": "Train further", "export": "Export", "clone": "Clone",
+    "rename": "Rename", "delete": "Delete",
 }  # fmt: skip
-_WHILE_LIVE = ("stop", "save", "stop_without_saving", "cancel", "move_up", "move_down")
-"""Actions of a run that has not ended, in a row of their own."""
+_WHILE_LIVE = ("stop", "save", "stop_without_saving", "cancel", "move_up", "move_down", "clone_live")
+"""Actions of a run that has not ended, in a row of their own; `clone` has a button in either row."""
 _PANELS = ("stop_without_saving", "rename", "delete", "export")
 """Actions that open a panel first."""
 _NAVIGATE = "(address) => { if (address) location.assign(address); }"
@@ -81,6 +83,11 @@ def _remedy_buttons(changes: Sequence[Change], state: str) -> list[Any]:
         for change, variant in zip(changes, variants, strict=True)
     ]
     return [*updates, *[gr.update(visible=False)] * (_MAX_REMEDIES - len(updates))]
+
+
+def _shown_buttons(allowed: Sequence[str], has_ended: bool) -> set[str]:
+    """The buttons of the actions that a run allows."""
+    return {"clone_live" if name == "clone" and not has_ended else name for name in allowed}
 
 
 class _Page:
@@ -214,7 +221,8 @@ class _Page:
             own = len(self.proof.outputs) + len(self.export.outputs)
             return [gr.skip()] * (len(self.buttons) + _MAX_REMEDIES + own + 9)
         changed = [new != old for new, old in zip(digests, old_digests, strict=True)]
-        buttons = [gr.update(visible=name in view["actions"]) if changed[2] else gr.skip() for name in self.buttons]
+        visible = _shown_buttons(view["actions"], startable)
+        buttons = [gr.update(visible=name in visible) if changed[2] else gr.skip() for name in self.buttons]
         if changed[2] or changed[3]:
             plain = "secondary" if changes and view["state"] == "failed" else "primary"
             buttons[list(self.buttons).index("resume")] = gr.update(visible="resume" in view["actions"], variant=plain)
@@ -262,6 +270,7 @@ class _Page:
             success = "resumed with this remedy; the run continues in the background"
             self._connect_start(button, self._apply_remedy(index), success)
         self._link_to_form("clone", "clone")
+        self._link_to_form("clone_live", "clone")
         self._link_to_form("train_further", "from_run")
         self._link_to_form("resume_changed", "resume")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from app.diagnosis.advice import Change, Diagnosis, Evidence
 from app.runs.profiles import SHARES
+from trainers.config.byte_text import byte_text
 from ui.pages.run_machines import machines
 from ui.parts import (
     Html,
@@ -87,7 +88,6 @@ def _membership(member: dict[str, Any], comparison: dict[str, str] | None) -> Ht
 
 
 def _facts(view: dict[str, Any]) -> Html:
-    memory = [(rank["memory_gib"], rank["rank"]) for rank in view["ranks"] if rank["memory_gib"] is not None]
     measure = "loss" if view["reward"] is None else "reward"
     facts = [
         ("Time left", duration_text(view["eta_s"])),
@@ -95,12 +95,21 @@ def _facts(view: dict[str, Any]) -> Html:
         (f"Evaluation {measure}", number_text(view[f"eval_{measure}"])),
         ("Tokens per second", number_text(view["tokens_per_second"])),
         ("Peak speed used (MFU)", percent_text(view["mfu"], 1)),
-        ("Most memory", "{:.2f} GiB, rank {}".format(*max(memory)) if memory else "-"),
+        ("Most memory", _most_memory(view["ranks"])),
         ("Tokens", number_text(view["tokens"])),
         ("Time trained", duration_text(view["elapsed_s"])),
     ]
     cells = [element("div", join([element("dt", name), element("dd", value)])) for name, value in facts if value != "-"]
     return element("dl", join(cells), class_="ts-facts") if cells else Html("")
+
+
+def _most_memory(ranks: Sequence[dict[str, Any]]) -> str:
+    """The most memory of a rank, and which one that is; a dash where none is known."""
+    known = [(rank["memory_gib"], rank["rank"]) for rank in ranks if rank["memory_gib"] is not None]
+    if not known:
+        return "-"
+    most, number = max(known)
+    return f"{byte_text(most * 2**30)}, rank {number}" if len(ranks) > 1 else byte_text(most * 2**30)
 
 
 def _cpus(processes: int | None) -> str:

@@ -10,7 +10,8 @@ import gradio as gr
 from app.plan.estimate import CLOSE
 from app.services.form import Preview
 from app.services.strategy_cards import StrategyCard, StrategyCards, register_job, strategy_cards
-from ui.parts import Html, byte_text, element, join, loading, note, percent_text, sentence, with_code
+from trainers.config.byte_text import byte_text
+from ui.parts import Html, element, join, loading, note, percent_text, sentence, with_code
 
 _VISIBLE_CARDS = 4
 """Cards that are always visible; more that can run are folded below them."""

@@ -9,11 +9,11 @@ import gradio as gr
 
 from app.services.doctor import Doctor
 from app.services.system import machine
+from trainers.config.byte_text import byte_text
 from ui.context import ServerContext
 from ui.parts import (
     Html,
     alert_list,
-    byte_text,
     data_table,
     element,
     join,

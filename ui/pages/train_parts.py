@@ -23,6 +23,7 @@ from app.services.memory_check import known_verdict
 from app.services.preset_families import PresetChoice, preset_families
 from app.services.resume_form import ResumeForm
 from app.services.rpc_client import WorkerDied
+from trainers.config.byte_text import byte_text
 from trainers.config.fields import TITLES, OptionField, choice_labels, fields
 from trainers.config.labels import CHOICES
 from trainers.config.mistakes import ConfigError
@@ -33,7 +34,6 @@ from ui.pages.data_parts import rows_panel
 from ui.parts import (
     Html,
     alert_list,
-    byte_text,
     element,
     join,
     key_values,

@@ -68,6 +68,17 @@ const Live = (() => {
     return String(+value.toPrecision(4));
   }
 
+  // As `byte_text` writes a size.
+  function byteText(size) {
+    if (size == null || !isFinite(size)) return "-";
+    let unit = 0;
+    for (; Math.abs(size) >= 1000 && unit < 4; unit++) size /= 1024;
+    return `${size.toFixed(unit && Math.abs(size) < 100 ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+  }
+  const gibText = (gib) => byteText(gib == null ? null : gib * 2 ** 30);
+
+  const percentText = (share) => (share == null || !isFinite(share) ? "-" : `${numberText(Math.round(1e4 * share) / 100)} %`);
+
   // Numbers that stand side by side: as many decimals as the finest of them needs.
   function alignedTexts(values) {
     const texts = values.map(numberText), decimals = Math.max(...texts.map((text) => (/^-?\d+\.\d+$/.test(text) ? text.split(".")[1].length : 0)));
@@ -77,5 +88,5 @@ const Live = (() => {
   const badge = (state) => make("span", { class: `ts-badge ts-${/^[a-z]+$/.test(state) ? state : "unknown"}` }, state);
   const runPage = (id) => `run?${new URLSearchParams({ run: id })}`;
 
-  return { make, poll, follow, durationText, timeText, numberText, alignedTexts, badge, runPage };
+  return { make, poll, follow, durationText, timeText, numberText, byteText, gibText, percentText, alignedTexts, badge, runPage };
 })();

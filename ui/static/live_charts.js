@@ -53,8 +53,8 @@ Object.assign(Live, (() => {
     return values.map((value) => (value == null ? "" : isSmall && value ? value.toExponential(2).replace(/\.?0+e/, "e") : numberText(value)));
   }
   // What the legend says: the value under the pointer, else the last one.
-  const reading = (plot, value, series, index) =>
-    numberText(index == null ? plot.data?.[series]?.findLast((other) => other != null) : value);
+  const reading = (write) => (plot, value, series, index) =>
+    write(index == null ? plot.data?.[series]?.findLast((other) => other != null) : value);
 
   /* Charts that share a cursor and a zoom. `changed` is called with the range of x, or null for all of it; `pointed` with
      the x under the pointer, or null once it has left. */
@@ -81,8 +81,9 @@ Object.assign(Live, (() => {
   /* One chart. `show` takes lines, each {label, x, y, low, high, colour (index), faint, dots}, and marks, each {x, label};
      a mark without a label is a tick on the x axis. The x axis spans `extent`, by default that of the lines. */
   class Chart {
-    constructor(parent, name, { height = 190, hint = "", group = new ChartGroup(() => {}, () => {}) } = {}) {
+    constructor(parent, name, { height = 190, hint = "", write = null, group = new ChartGroup(() => {}, () => {}) } = {}) {
       this.ownHeight = height;
+      this.write = write;  // how a value is written; by default as a plain number
       this.name = name;
       this.group = group;
       group.charts.push(this);
@@ -148,9 +149,9 @@ Object.assign(Live, (() => {
     }
 
     describe() {
-      const known = this.line.y.filter((value) => value != null), [unit, text] = this.unit;
+      const known = this.line.y.filter((value) => value != null), [unit, text] = this.unit, write = this.write ?? numberText;
       const range = this.group.zoom ? `, zoomed to ${unit} ${this.group.zoom.map(text).join(" to ")}` : "";
-      const label = `${this.name}: ${this.line.label} from ${numberText(known[0])} to ${numberText(known.at(-1))}${range}`;
+      const label = `${this.name}: ${this.line.label} from ${write(known[0])} to ${write(known.at(-1))}${range}`;
       const wrap = this.plot.root.querySelector(".u-wrap");
       wrap.setAttribute("role", "img");
       wrap.setAttribute("aria-label", label);
@@ -166,7 +167,7 @@ Object.assign(Live, (() => {
       const bands = [];
       for (const line of used) {
         const colour = palette[line.colour % palette.length];
-        const base = { spanGaps: true, value: reading };
+        const base = { spanGaps: true, value: reading(this.write ?? numberText) };
         series.push({ ...base, label: line.label, stroke: line.faint ? faint(colour, 0.4) : colour, width: line.faint ? 1 : 1.8,
           points: { show: !!line.dots || isSinglePoint(line), size: 5, fill: colour }, class: line.hidden ? "ts-quiet" : undefined });
         if (line.low) {
@@ -182,7 +183,7 @@ Object.assign(Live, (() => {
         scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
-          { ...ticks, values: (_, all) => tickTexts(all), size: 58 }],
+          { ...ticks, values: (_, all) => (this.write ? all.map((value) => (value == null ? "" : this.write(value))) : tickTexts(all)), size: 58 }],
         legend: { live: true }, cursor: this.cursor(),
         hooks: { draw: [(plot) => this.drawMarks(plot, text), (plot) => this.drawNames(plot, used)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);

@@ -110,7 +110,7 @@ Live.ranks = (element, server) => {
 };
 
 Live.memory = (element, server) => {
-  const { make, poll } = Live;
+  const { make, poll, gibText } = Live;
   const root = element.querySelector(".ts-memory");
   const id = new URLSearchParams(location.search).get("run") || "";
   const button = make("button", { type: "button", class: "ts-button", onclick: () => { planned = true; refresh(); } }, "Compare with the plan");
@@ -119,7 +119,6 @@ Live.memory = (element, server) => {
   root.append(make("div", { class: "ts-tools" }, button), status, table);
   let planned = false, shown = "";
 
-  const gib = (value) => (value == null ? "-" : `${value.toFixed(2)} GiB`);
   const bar = (share, label) => make("span", { class: "ts-metered" },
     make("span", { class: "ts-meter" }, make("span", { class: "ts-meter-fill", style: `width:${(100 * Math.min(1, share)).toFixed(1)}%` })),
     make("span", { class: "ts-meter-words" }, label));
@@ -134,11 +133,11 @@ Live.memory = (element, server) => {
       : answer.error ? `No plan: ${answer.error}` : answer.rows.length ? answer.note + more : "No rank has logged its memory yet.";
     table.hidden = !answer.rows.length;
     const most = Math.max(...answer.rows.flatMap((row) => [row.measured_gib || 0, row.planned_gib || 0]), 1e-9);
-    const columns = [["Rank", (row) => row.rank], ["Measured", (row) => bar((row.measured_gib || 0) / most, gib(row.measured_gib))]];
-    if (answer.kind === "gpu") columns.push(["Reserved", (row) => gib(row.reserved_gib)]);
+    const columns = [["Rank", (row) => row.rank], ["Measured", (row) => bar((row.measured_gib || 0) / most, gibText(row.measured_gib))]];
+    if (answer.kind === "gpu") columns.push(["Reserved", (row) => gibText(row.reserved_gib)]);
     if (answer.planned) {
-      columns.push(["Planned", (row) => bar((row.planned_gib || 0) / most, gib(row.planned_gib))]);
-      if (answer.kind === "cpu") columns.push(["Of it in every process", (row) => gib(row.runtime_gib)]);
+      columns.push(["Planned", (row) => bar((row.planned_gib || 0) / most, gibText(row.planned_gib))]);
+      if (answer.kind === "cpu") columns.push(["Of it in every process", (row) => gibText(row.runtime_gib)]);
       columns.push([answer.kind === "cpu" ? "Planned / measured, both without that" : "Planned / measured",
         (row) => (row.ratio == null ? "not comparable" : row.ratio.toFixed(2))]);
     }

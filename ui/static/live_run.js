@@ -1,6 +1,6 @@
 // The charts of one run.
 Live.run = (element, server) => {
-  const { make, poll, follow, merged, smoothed, isSmoothed, Chart, ChartGroup, chartTools } = Live;
+  const { make, poll, follow, merged, smoothed, isSmoothed, Chart, ChartGroup, chartTools, gibText, percentText } = Live;
   const root = element.querySelector(".ts-charts");
   const id = new URLSearchParams(location.search).get("run") || "";
   const read = chartTools(root, null, draw);
@@ -40,15 +40,15 @@ Live.run = (element, server) => {
     ["Gradient norm", "How hard a step pulls at the weights; a jump is a warning.", [["train", "grad_norm", "gradient norm"]], true],
     ["Tokens per second", "Of all text, and of the part that is trained.",
       [["train", "tokens_per_second", "all"], ["train", "trained_tokens_per_second", "trained"]], false],
-    ["Memory, GiB", "Of one process, on its GPU if it has one.",
-      [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false],
-    ["Host memory, GiB", "Of one process, outside its GPU.", [["train", "host_memory_gib", "mean of ranks"]], false],
+    ["Memory", "Of one process, on its GPU if it has one.",
+      [["train", "memory_gib", "largest rank"], ["train", "memory_reserved_gib", "reserved, mean of ranks"]], false, gibText],
+    ["Host memory", "Of one process, outside its GPU.", [["train", "host_memory_gib", "mean of ranks"]], false, gibText],
     ["GPU use, %", "Share of the time in which the GPU had work.", [["train", "gpu_percent", "mean of ranks"]], false],
     ["GPU power, W", "Falls when the GPU waits.", [["train", "gpu_power_w", "mean of ranks"]], false],
-    ["Waiting for data, share of the time", "More than a few percent slow the run down.", [["train", "data_wait", "all ranks"]], false],
+    ["Waiting for data", "Share of the time; more than a few percent slow the run down.", [["train", "data_wait", "all ranks"]], false, percentText],
     ["Evaluation accuracy", "Share of the tokens that were predicted right.", [["eval", "eval_token_accuracy", "of tokens"]], false],
     ["Peak speed used (MFU)", "Useful arithmetic, of all that the GPUs can do.", [["train", "mfu", "MFU"]], false],
-  ].map(([name, hint, lines, logs]) => ({ name, lines, logs, chart: new Chart(grid, name, { group, hint }) }));
+  ].map(([name, hint, lines, logs, write]) => ({ name, lines, logs, chart: new Chart(grid, name, { group, hint, write }) }));
   let data = null, shownAxis = null;
 
   // The metrics of an objective in a file of the user's, which no list here knows.

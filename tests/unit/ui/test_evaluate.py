@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,9 +112,14 @@ def test_every_text_of_a_report_is_escaped(tmp_path: Path) -> None:
     assert HOSTILE not in evaluations_table(entries, 1, "") + run_evaluations(run, entries, 1)
 
 
+def without_words(html: str) -> str:
+    """The HTML without the elements that keep a name on one line."""
+    return re.sub('<span class="ts-word">(.*?)</span>', r"\1", html)
+
+
 def test_the_verdict_comes_first_and_says_when_no_difference_is_shown(tmp_path: Path) -> None:
     def html(**parts: Any) -> str:
-        return evaluation_parts(add_evaluation(tmp_path / "runs", evaluation_document(**parts)))[2]
+        return without_words(evaluation_parts(add_evaluation(tmp_path / "runs", evaluation_document(**parts)))[2])
 
     better = html()
     assert "<strong>a-run</strong> against base: better in Loss; no difference shown in Exact match." in better
@@ -133,7 +139,10 @@ def test_the_verdict_comes_first_and_says_when_no_difference_is_shown(tmp_path: 
 
 
 def test_what_was_forgotten_is_in_the_first_sentence_and_has_a_table(tmp_path: Path) -> None:
-    html = evaluation_parts(add_evaluation(tmp_path / "runs", evaluation_document(**parts_besides())))[2]
+    folder = add_evaluation(tmp_path / "runs", evaluation_document(**parts_besides()))
+    listed = evaluations_table([evaluate.entry(folder)], 1, "")
+    assert "a-run: better in 1 of 2 metrics, no difference shown in 1, it forgot" in listed
+    html = without_words(evaluation_parts(folder)[2])
     assert "better in Loss; it forgot, as general text shows; no difference" in html
     assert '<span class="ts-worse">forgot</span>' in html
     assert "ts-alert-warning" in html, "better in one thing at the cost of another"

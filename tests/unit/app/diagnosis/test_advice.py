@@ -24,6 +24,8 @@ from trainers.run.folder import RunFolder, log_line, write_json
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 BAD_STEP = "step 9: loss nan, gradient norm nan, on rank 1, in the batch from data.jsonl:7; no weight was updated; x"
+CHECKED = "checking that the run is set up as requested"
+"""What all ranks of a start do together, in the message of the ranks that fail in it."""
 
 
 def failed(tmp_path: Path, cause: str, **more: Any) -> RunFolder:
@@ -93,7 +95,13 @@ def test_causes_of_a_start_that_are_not_provoked_elsewhere(tmp_path: Path) -> No
         "refused_token": f"{model}: the Hub refuses your token (status 401); set HF_TOKEN",
         "wrong_tokenizer": f"{model}: its tokenizer produces token 700 but the model has embeddings for 512 tokens",
         "past_the_end": "/runs/a/checkpoints/step-00000040 is at step 40, past the 20 of this run; raise max_steps",
-        "not_as_requested": "the run is not set up as requested: processes: requested 4, got 1",
+        "other_launch": "the run is not set up as requested: processes: requested 4, got 1",
+        "other_backend": f"{CHECKED} failed: rank 1: communication: requested nccl, got gloo",
+        "other_kernel": "the run is not set up as requested: attention: requested flex, got sdpa",
+        "other_dtype": f"{CHECKED} failed: trained weights: requested float32, got bfloat16, float32",
+        "other_layers": "the run is not set up as requested: 4-bit layers: requested 28, got 27",
+        "other_layout": f"{CHECKED} failed: rank 0: weights held: requested 1/2, got 1.000",
+        "not_as_requested": "the run is not set up as requested: a thing: requested 4, got 1",
         "launcher_failed": "the launcher could not be started: No such file or directory",
         "never_started": "it never started: there is no state file",
         "vanished": "its processes ended without reporting a cause",

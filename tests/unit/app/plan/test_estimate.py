@@ -301,7 +301,7 @@ def test_a_gpu_has_more_to_hold_than_the_model() -> None:
     assert found.memory
     assert found.memory["overhead"] == around
     assert found.fits is False
-    assert "1.5 GiB for 1.4 usable; most of it is overhead" in str(found.reason)
+    assert "1.5 GiB for 1.4 GiB usable; most of it is overhead" in str(found.reason)
     assert row("ddp", kind="gpu", memory=2 * around).fits
 
 

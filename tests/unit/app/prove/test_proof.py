@@ -16,11 +16,12 @@ from app.console import clean
 from app.launch.foreground import CheckBroke
 from app.launch.job import TrainJob
 from app.prove.command import exit_status
-from app.prove.proof import BF16_TOLERANCE, TOLERANCE, Curve, compare
+from app.prove.proof import BF16_TOLERANCE, TOLERANCE, Curve, compare, held_folder
 from app.prove.report import markdown
 from app.runs.runs import list_runs
 from trainers.config.mistakes import ConfigError
 from trainers.run.folder import RunFolder, read_json, register_outside, registered_runs
+from trainers.run.unfinished import held_alone
 from trainers.strategy.strategy import Strategy
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -438,3 +439,31 @@ def test_what_resume_refuses(words: list[str], line: str, capsys: pytest.Capture
     given = [] if "--strategies" in words else ["--strategies", "single"]
     assert run_verb(["prove", "--resume", *given, *words]) == 2
     assert line in capsys.readouterr().err
+
+
+# -- the folder --------------------------------------------------------------------------------------------------------
+
+
+def test_two_proofs_do_not_share_a_folder(prove: Prove, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "report"
+    folder.mkdir()
+    words = ["--output_dir", str(folder)]
+    refused = ["prove", "--strategies", "single", *words]
+    with held_alone(folder, "another proof"):
+        assert run_verb(refused) == 2
+    assert f"output_dir={folder} holds a proof that is running; name a new folder" in capsys.readouterr().err
+    assert list(folder.iterdir()) == []
+    assert prove(Launcher(), *words)[0] == 0, "control: the lock has ended"
+    assert run_verb(refused) == 2
+    assert "holds other files" in capsys.readouterr().err
+
+
+def test_a_proof_that_was_planned_at_the_same_time_finds_the_folder_used(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    with held_folder(folder):
+        (folder / "report.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds other files"), held_folder(folder):
+        pytest.fail("it would overwrite the other's report")
+    with held_folder(tmp_path / "unused"):
+        assert (tmp_path / "unused").is_dir()
+    assert not (tmp_path / "unused").exists(), "what writes nothing leaves nothing"

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from app.cli import run_verb
-from app.runs.compare import MAX_RUNS, as_csv, beyond_spread, chosen_runs, compare, measure_texts
+from app.runs.compare import MAX_RUNS, MEASURES, as_csv, beyond_spread, chosen_runs, compare, measure_texts
 from app.runs.metrics import Curves
 from tests.made_runs import made_run
 from trainers.config.mistakes import ConfigError
@@ -49,7 +49,12 @@ def test_settings_that_differ_are_told(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_of_one_measure_have_as_many_decimals(values: list[float | None], texts: list[str]) -> None:
-    assert measure_texts(values) == texts
+    assert measure_texts(values, MEASURES["loss"]) == texts
+
+
+def test_a_measure_says_its_unit() -> None:
+    assert measure_texts([1625.2, None], MEASURES["tokens_per_second"]) == ["1,625 tokens/s", "-"]
+    assert measure_texts([0.6, 23.4, None], MEASURES["peak_memory"]) == ["614 MiB", "23.4 GiB", "-"]
 
 
 def log(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:

@@ -55,7 +55,7 @@ def test_a_run_that_will_hardly_fit_says_so_with_numbers(monkeypatch: pytest.Mon
     verdict = memory_verdict(job)
     assert verdict.fits is False
     assert "not expected to fit: single on GPU 0 needs 12" in verdict.line
-    assert "GiB for 73.6 usable; most of it is optimizer, 59.8 GiB" in verdict.line
+    assert "GiB for 73.6 GiB usable; most of it is optimizer, 59.8 GiB" in verdict.line
     assert "80.0 GiB free for each GPU" in verdict.line
     assert known_verdict(job) == verdict, "a page need not count again"
 

@@ -55,4 +55,4 @@ def test_fit_follows_number_and_memory_of_the_gpus() -> None:
     assert presets(80)["qwen3-8b-full"].fits is False, "it takes eight"
     assert presets(*[80] * 8)["qwen3-8b-full"].fits is True
     assert presets(80, 80)["qwen3-8b-full"].fits is None, "two would offload, and the host is not known"
-    assert presets(*[80] * 8)["qwen3-8b-full"].memory == "8 x 35 GiB"
+    assert presets(*[80] * 8)["qwen3-8b-full"].memory == "8 x 35.0 GiB"

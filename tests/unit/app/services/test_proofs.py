@@ -208,6 +208,7 @@ NAME = "ddp on 2 processes"
         (proof_document(True), False, "agrees", f"{NAME} trains the same model as one process."),
         (proof_document(False, 0.1, row={"reason": "the loss differs"}), False, "differs",
          f"{NAME} does not train the same model as one process: the loss differs."),
+        (proof_document(False, 0.1), False, "differs", f"{NAME} does not train the same model as one process."),
         (proof_document(False, norm=0.1, row={"reason": "x"}), False, "differs",
          f"{NAME} does not train the same model as one process: x."),
         (proof_document(False, row={"reason": "rank 1: out of memory"}), False, "failed",
