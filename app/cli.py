@@ -399,6 +399,9 @@ def _invoke(verbs: Callable[..., Any], arguments: Sequence[str]) -> Any:
 
 def main() -> None:
     """Entry point of the installed command."""
+    from app.console import prepare_streams
+
+    prepare_streams()
     sys.exit(run_verb(sys.argv[1:]))
 
 

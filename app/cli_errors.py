@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 from typing import Any
 
@@ -16,7 +17,8 @@ def system_error(error: OSError, as_json: bool) -> int:
     line = f"{subject}: {error.strerror or error}; make room, or check its permissions"
     refuse([line])
     if as_json:
-        report_json({"run_dir": None, "state": "failed", "cause": line})
+        with contextlib.suppress(OSError):  # it may be stdout that is on a full disk
+            report_json({"run_dir": None, "state": "failed", "cause": line})
     return 1
 
 

@@ -15,7 +15,9 @@ RAW = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_na
 Raw = Annotated[list[str] | None, typer.Argument(metavar="...")]
 Json = Annotated[bool, typer.Option("--json", metavar="", help="Print one JSON document and nothing else on stdout.")]
 RunName = Annotated[str, typer.Argument(metavar="RUN", help="Id of a run, or the path of its folder.")]
-RunsDir = Annotated[Path, typer.Option("--runs_dir", metavar="<dir>", help="Parent folder of run folders.")]
+RunsDir = Annotated[
+    Path, typer.Option("--runs_dir", metavar="<dir>", file_okay=False, help="Parent folder of run folders.")
+]
 RUNS = Path("runs")
 
 

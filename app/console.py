@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -43,8 +45,34 @@ def report(text: str) -> None:
 
 
 def report_json(document: Any) -> None:
-    """Prints the JSON document of a verb on stdout; non-finite numbers become null."""
-    print(json.dumps(_finite(document), indent=1, ensure_ascii=False), flush=True)
+    """Prints the JSON document of a verb on stdout; non-finite numbers become null.
+
+    Characters are escaped where stdout cannot encode one of them, such as a byte of a path that is not UTF-8.
+    """
+    text = json.dumps(_finite(document), indent=1, ensure_ascii=False)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(_finite(document), indent=1)
+    print(text, flush=True)
+
+
+def prepare_streams() -> None:
+    """Makes the standard streams safe to use, whatever this process was started with.
+
+    A closed one (`tunesmith presets >&-`) goes to /dev/null: the next file that is opened would otherwise take its
+    number, and get the output of child processes. Characters that the encoding of stdout lacks become `\\u` escapes,
+    as on stderr, instead of an error.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _finite(value: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from app.console import clean, report_json, say
+from app.launch.foreground import interruptible
 from app.services.chat import Chats, Target
 from app.services.chat_messages import check_messages, check_sampling
 from app.services.rpc_client import WorkerDied
@@ -59,6 +61,9 @@ def chat_verb(
         check_messages([{"role": "user", "content": prompt}], system)
     chats = Chats(runs_dir, remote_code=remote_code)
     target = chats.target(name, checkpoint, device, revision)
+    ending = contextlib.ExitStack()
+    if prompt is not None:  # in a conversation, an interrupt stops an answer, and SIGTERM ends this process
+        ending.enter_context(interruptible())
     try:
         for stage in chats.open(target):
             say(f"{stage} ...")
@@ -73,6 +78,7 @@ def chat_verb(
         return 1
     finally:
         chats.free()
+        ending.close()
 
 
 def _once(chats: Chats, target: Target, prompt: str, request: dict[str, Any], as_json: bool) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from app.command_line import Args, Verb
 from app.commands.data_tables import lengths_text, print_comparison, print_tables
 from app.console import clean, counted, report, report_json, say, show_table
+from app.launch.foreground import interruptible
 from app.launch.job import named_preset
 from app.services.data import DEFAULT_THRESHOLD, DataView, close_data, open_data, similarity
 from app.services.rpc_client import WorkerDied
@@ -86,7 +87,7 @@ def data_verb(argv: Sequence[str]) -> int:
     requested = _open_requested(args)
     view, rows = requested.view, requested.rows
     try:
-        with _progress("json" in args.switches or "quiet" in args.switches) as show:
+        with interruptible(), _progress("json" in args.switches or "quiet" in args.switches) as show:
             statistics = _last(view.statistics(requested.languages), "statistics", show)
             comparison = _comparison(requested, show)
         preview = [row for part in view.sources() for row in part.rows(0, rows)["rows"]] if rows else []

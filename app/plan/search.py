@@ -47,6 +47,7 @@ def best_row(strategy: Strategy, request: Request) -> Row:
     many as it can, as `train` does.
     """
     first: ConfigError | None = None
+    refused: Row | None = None
     for count in request.hardware.usable_counts():
         part = replace(request, hardware=request.hardware.resized(count))
         meshes = list(_meshes(strategy, part))
@@ -62,9 +63,13 @@ def best_row(strategy: Strategy, request: Request) -> Row:
                 except ConfigError as error:
                     first = first or error
             rows = best_first(rows)
-        if rows:
+        if rows and rows[0].seconds is None:  # refused by the model, on every mesh
+            refused = refused or rows[0]
+        elif rows:
             rows[0].largest = _largest(strategy, part, rows[0], tried[id(rows[0])])
             return rows[0]
+    if refused:
+        return refused
     reason = "; ".join(str(replace(mistake, source="")) for mistake in first.mistakes) if first else ""
     return Row(strategy.name, MeshSizes(dp_replicate=request.hardware.processes), reason=reason)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from app.push.files import Export, find_export, read_for_push
 from app.push.upload import Pushed, PushFailed, Target, upload
 from app.services.chat import HUB_ID
 from trainers.config.mistakes import Mistake, Mistakes
+
+_BRANCH = re.compile(r"(?!.*(?:\.\.|//|/\.|\.lock(?:/|$)))[A-Za-z0-9_](?:[\w./+-]{0,98}[\w+-])?", re.ASCII)
 
 
 def push_verb(
@@ -27,6 +30,9 @@ def push_verb(
     for option, value in (("the repository", target.repo), ("--base_model", base_model)):
         if value is not None and not HUB_ID.fullmatch(value):
             mistakes.append(Mistake(option, repr(shortened(value)), "is not a Hub id", "write ORG/NAME"))
+    if target.branch is not None and not _BRANCH.fullmatch(target.branch):
+        problem = "is not a name that git allows for a branch"
+        mistakes.append(Mistake("--revision", repr(shortened(target.branch)), problem, "use one such as main or v1.2"))
     with mistakes:
         export = read_for_push(find_export(name, runs_dir), base_model)
     mistakes.refuse()

@@ -257,3 +257,19 @@ def test_what_cannot_work_is_said_before_anything_is_launched(words: list[str], 
     assert line in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
+def test_an_answer_that_is_ended_from_outside_reports_it(name: str, tmp_path: Path) -> None:
+    command = [*TUNESMITH, "chat", "embedded", "--prompt", "hello", "--max_new_tokens", "2000", "--json"]
+    env = environment(PYTHONPATH=str(ROOT), XDG_STATE_HOME=str(tmp_path / "state"))
+    asking = forked.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          text=True)  # fmt: skip
+    assert asking.stderr
+    assert asking.stderr.readline() == "starting a process ...\n"
+    children = psutil.Process(asking.pid).children(recursive=True)
+    asking.send_signal(signal.Signals[name])
+    out, errors = asking.communicate(timeout=60)
+    assert (asking.returncode, json.loads(out)["state"]) == (130, "stopped"), errors
+    psutil.wait_procs(children, timeout=30)
+    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]

@@ -177,6 +177,8 @@ def test_all_mistakes_of_a_request_come_at_once(shell: Shell) -> None:
         ("runs shwo", "No such command"),
         ("runs list --jsn", "--jsn"),
         ("runs show nowhere", "there is no run 'nowhere'"),
+        ("runs list --runs_dir file", "'file' is a file"),
+        ("stop x --runs_dir file", "'file' is a file"),
         ("runs logs ../x", "may not contain `..`"),
         ("stop /etc", "is not a run folder"),
         ("stop", "RUN"),
@@ -194,6 +196,40 @@ def test_a_slip_gets_one_line_and_status_2(words: str, part: str, shell: Shell) 
     assert any(part in line for line in shell.errors), shell.errors
     assert all(line.startswith("error: ") for line in shell.errors)
     assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+def test_a_name_that_the_terminal_cannot_show_is_escaped(encoding: str) -> None:
+    """A file of another system may have a name that is not UTF-8; a terminal may have an old encoding."""
+    env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONPATH": str(ROOT)}
+
+    def printed(code: str) -> str:
+        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env, check=False)
+        assert b"Traceback" not in ended.stderr, ended.stderr
+        return ended.stdout.decode(encoding)
+
+    argv = ["tunesmith", "runs", "show", "caf\udce9-\u20ac", "--json"]
+    refusal = printed(f"import sys; sys.argv = {argv!a}; from app.cli import main; main()")
+    assert "is not a run" in json.loads(refusal)["mistakes"][0]
+    shown = printed(r"from app.console import *; prepare_streams(); report('\u20ac')")
+    assert shown == ("\u20ac\n" if encoding == "utf-8" else "\\u20ac\n")
+
+
+def test_streams_that_are_closed_or_full_give_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    # tests/forked.py gives its programs streams of its own.
+    monkeypatch.setenv("BY_HAND", "1")
+
+    def status_and_errors(verb: str, redirection: str) -> tuple[int, str]:
+        command = ["sh", "-c", f'"$0" -m app.cli {verb} {redirection}', sys.executable]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+        return ended.returncode, ended.stderr
+
+    assert status_and_errors("presets", ">&-") == (0, "")
+    assert status_and_errors("presets --json", "<&- >&- 2>&-") == (0, "")
+    full = (1, "error: system: No space left on device; make room, or check its permissions\n")
+    assert status_and_errors("strategies --json", ">/dev/full") == full
+    assert status_and_errors("strategies", ">/dev/full") == full
 
 
 def test_with_json_the_mistakes_are_the_document(shell: Shell) -> None:
