@@ -337,7 +337,7 @@ def test_a_comparison_without_the_memory_is_left_out_and_says_so(
     monkeypatch.setattr(export_check, "available", lambda: 1000)
     checked = export.export(lambda _: trained(choice), choice, tmp_path / "model", "full", {})
     assert (checked.difference, checked.failed) == (None, False)
-    assert "not loaded back, which takes 3.4 MiB of memory where 1000 B are free" in capsys.readouterr().out
+    assert "not loaded back, which takes 512 KiB of memory where 1.0 KiB are free" in capsys.readouterr().out
     assert "not loaded back" in (tmp_path / "model" / "README.md").read_text()
     assert "it was not loaded back" in read_for_push(tmp_path / "model").notes[0]
 

@@ -87,7 +87,7 @@ def test_a_large_teacher_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_verdict(job) is None
     verdict = memory_verdict(job)
     assert verdict.fits is False
-    assert "most of it is weights, 131." in verdict.line
+    assert "most of it is weights, 131 GiB" in verdict.line
 
 
 @pytest.mark.parametrize("content", [None, '{"a":' * 100_000, '{"num_hidden_layers": 1e999}'])
