@@ -17,7 +17,7 @@ from tests.parity.runs import STEPS, config, curve, mostly_long, options, run
 from tests.shared import once
 from trainers.data.stream import Stream
 
-ROWS_OF_A_SHARD, SHARDS = 24, 4
+ROWS_OF_A_SHARD, SHARDS = 20, 5
 
 
 def data() -> str:

@@ -147,9 +147,9 @@ def json_value(value: Any, location: str, level: int = 0) -> Any:
     Raises:
         RowError: for a date, bytes, NaN and whatever else JSON lacks, and for more than `MOST_LEVELS` levels.
     """
-    if level >= MOST_LEVELS and isinstance(value, list | tuple | dict):
+    if level >= MOST_LEVELS and isinstance(value, list | dict):
         raise RowError("nested too deeply", f"{location[:60]} has over {MOST_LEVELS} levels of lists and objects")
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         for index, item in enumerate(value):
             json_value(item, f"{location}[{index}]", level + 1)
     elif isinstance(value, dict):

@@ -67,7 +67,7 @@ def passed(checks: dict[str, Check]) -> list[bool | None]:
 def test_sound_gpus(examined: Examined) -> None:
     checks = examined()
     assert passed(checks) == [True] * 4
-    assert checks["GPUs"].value == "0: H100, 80 GiB; 1: H100, 80 GiB"
+    assert checks["GPUs"].value == "0: H100, 80.0 GiB; 1: H100, 80.0 GiB"
 
 
 def test_without_a_driver_nothing_is_judged(examined: Examined) -> None:
