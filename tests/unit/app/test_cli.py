@@ -211,8 +211,8 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(encoding: str) -> None:
     argv = ["tunesmith", "runs", "show", "caf\udce9-\u20ac", "--json"]
     refusal = printed(f"import sys; sys.argv = {argv!a}; from app.cli import main; main()")
     assert "is not a run" in json.loads(refusal)["mistakes"][0]
-    shown = printed(r"from app.console import *; prepare_streams(); report('\u20ac')")
-    assert shown == ("\u20ac\n" if encoding == "utf-8" else "\\u20ac\n")
+    text = printed(r"from app.console import *; prepare_streams(); report('\u20ac')")
+    assert text == ("\u20ac\n" if encoding == "utf-8" else "\\u20ac\n")
 
 
 def test_streams_that_are_closed_or_full_give_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

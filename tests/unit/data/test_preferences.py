@@ -65,13 +65,13 @@ OPENAI = {"input": {"messages": [USER]}, "preferred_output": [RIGHT], "non_prefe
 
 def test_openais_preferences_are_read_with_their_tools() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
-    asked = {"messages": [USER], "tools": tools, "parallel_tool_calls": True}
-    row = {**OPENAI, "input": asked, "id": 3}
+    question = {"messages": [USER], "tools": tools, "parallel_tool_calls": True}
+    row = {**OPENAI, "input": question, "id": 3}
     assert sides(OPENAI) == sides(row) == (("1+1?", "2"), 1)
     for document in read(row):
         assert document.variables == {"tools": tools}
         assert set(document.unused) == {"input.parallel_tool_calls", "id"}
-    assert sides({**OPENAI, "input": json.dumps(asked)}) == (("1+1?", "2"), 1), "a table's"
+    assert sides({**OPENAI, "input": json.dumps(question)}) == (("1+1?", "2"), 1), "a table's"
     assert example(OPENAI, "preference", {}, True, ("preference",)) == read(OPENAI)
     columns = {"prompt": "input", "chosen": "preferred_output", "rejected": "non_preferred_output"}
     assert read({**OPENAI, "input": "1+1?"}, **columns) == read(OPENAI), (

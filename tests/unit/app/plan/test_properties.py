@@ -27,8 +27,8 @@ def shapes(draw: st.DrawFn) -> Shape:
     key_heads = draw(st.sampled_from([count for count in (1, 2, 4, 8) if heads % count == 0]))
     hidden = heads * draw(st.sampled_from([64, 128]))
     layers, width = draw(st.sampled_from([6, 16, 30, 80])), draw(st.sampled_from([2, 3, 4]))
-    words = draw(st.sampled_from([32_000, 128_256]))
-    return Shape("drawn", hidden, layers, heads, key_heads, width * hidden, words, draw(st.booleans()))
+    vocabulary = draw(st.sampled_from([32_000, 128_256]))
+    return Shape("drawn", hidden, layers, heads, key_heads, width * hidden, vocabulary, draw(st.booleans()))
 
 
 @st.composite

@@ -447,13 +447,13 @@ def test_what_resume_refuses(words: list[str], line: str, capsys: pytest.Capture
 def test_two_proofs_do_not_share_a_folder(prove: Prove, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "report"
     folder.mkdir()
-    words = ["--output_dir", str(folder)]
-    refused = ["prove", "--strategies", "single", *words]
+    argv = ["--output_dir", str(folder)]
+    refused = ["prove", "--strategies", "single", *argv]
     with held_alone(folder, "another proof"):
         assert run_verb(refused) == 2
     assert f"output_dir={folder} holds a proof that is running; name a new folder" in capsys.readouterr().err
     assert list(folder.iterdir()) == []
-    assert prove(Launcher(), *words)[0] == 0, "control: the lock has ended"
+    assert prove(Launcher(), *argv)[0] == 0, "control: the lock has ended"
     assert run_verb(refused) == 2
     assert "holds other files" in capsys.readouterr().err
 
