@@ -303,7 +303,7 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
     memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory')"))
     expect(memory.locator(".u-wrap")).to_be_visible()
-    expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.4"))  # before anything points at it
+    expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.5 GiB"))  # before anything points at it
     area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
     area.scroll_into_view_if_needed()
     box = area.bounding_box()
@@ -419,7 +419,7 @@ def test_each_rank_has_a_chart_and_its_memory_beside_the_plan(new_page: Tabs, se
     expect(ends).to_have_text([f"{1 + rank / 10:.1f}" for rank in range(12)])
     page.locator(".ts-rank-plot").nth(3).hover(position={"x": 1, "y": 20})
     expect(ends).to_have_text([f"{1 + rank / 100:.2f}" for rank in range(12)])
-    expect(page.locator(".ts-memory tbody tr").last).to_contain_text("2.10 GiB")
+    expect(page.locator(".ts-memory tbody tr").last).to_contain_text("2.1 GiB")
     shutil.rmtree(run.path)
 
 

@@ -99,13 +99,13 @@ def test_preset_and_strategy_change_what_is_shown_and_keep_what_was_typed(new_pa
     page.locator("#opt-max_steps input").fill("7")
     expect(page.locator("#train-command")).to_contain_text("--max_steps 7")
     page.get_by_text("All presets by family").click()
-    page.get_by_role("button", name=re.compile("^Embedded model, All weights: [0-9.]+ GiB fits$")).click()
+    page.get_by_role("button", name=re.compile("^Embedded model, All weights: [0-9.]+ [MG]iB fits$")).click()
     expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
     axe(page)
     choose(page, "preset", "tiny-lora")
     expect(page.locator("#train-command")).to_contain_text("--preset tiny-lora --max_steps 7")
     page.get_by_role(
-        "button", name=re.compile("^Embedded model, All weights: [0-9.]+ GiB")
+        "button", name=re.compile("^Embedded model, All weights: [0-9.]+ [MG]iB")
     ).click()  # the same one again
     expect(page.locator("#train-command")).to_contain_text("--preset tiny-full --max_steps 7")
     expect(page.locator("#opt-method input:checked")).to_have_value("full")
