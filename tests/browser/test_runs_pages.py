@@ -303,7 +303,8 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     page = new_page("/run?run=done-run")
     memory = page.locator("figure", has=page.locator("figcaption:text-is('Memory')"))
     expect(memory.locator(".u-wrap")).to_be_visible()
-    expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.5 GiB"))  # unpointed
+    # Before a pointer is on it.
+    expect(memory.locator(".u-legend")).to_contain_text(re.compile(r"steplast.*1\.5 GiB"))
     area = page.locator("figure:has(figcaption:text-is('Loss')) .u-over")
     area.scroll_into_view_if_needed()
     box = area.bounding_box()

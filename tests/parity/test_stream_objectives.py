@@ -22,6 +22,7 @@ from tests.shared import once
 from trainers.embedded import PREFERENCES_DIR
 
 ROWS_OF_A_SHARD, SHARDS = 12, 5
+KTO_STEPS = 24  # until several of its divergences are above zero
 OPTIONS: dict[str, dict[str, Any]] = {
     "dpo": {},
     "simpo": {},
@@ -118,16 +119,16 @@ def labelled(**changes: Any) -> dict[str, Any]:
 
 @functools.cache
 def plainly_kto(window: int) -> plain.Curve:
-    return plain_kto(config("full", True, **labelled(streaming_window=window)))
+    return plain_kto(config("full", True, **labelled(streaming_window=window, max_steps=KTO_STEPS)))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["ddp", "single", "fsdp2", "zero3", "tp", "sp"])
 def test_kto_with_its_divergence_on_a_stream_trains_the_model_of_plain_pytorch(name: str) -> None:
-    finished = run(1 if name == "single" else 2, "full", True, name, **labelled())
+    finished = run(1 if name == "single" else 2, "full", True, name, **labelled(max_steps=KTO_STEPS))
     assert curve(finished).agrees(plainly_kto(2 * ROWS_OF_A_SHARD))
     assert finished.rows("loss")[-1]["epoch"] > 1, "windows pair their documents anew"
-    assert sum(value > 0.02 for value in finished.series("kl")) > 1, "the clamp does not hide it"
+    assert sum(value > 0.02 for value in finished.series("kl")) > 2, "the clamp does not hide it"
     if name == "ddp":
         assert not curve(finished).agrees(plainly_kto(ROWS_OF_A_SHARD)), "control: another window"
 

@@ -24,7 +24,7 @@ class RenderBudget:
         self._documents = 0
 
     def charge(self, document: Document, seconds: float) -> None:
-        """Charges the CPU time that rendering a document took.
+        """Charges the seconds of CPU time that rendering a document took.
 
         Raises:
             ConfigError: if the documents so far took too long.

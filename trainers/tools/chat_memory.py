@@ -38,8 +38,8 @@ def check_memory(config: TrainConfig, request: dict[str, Any]) -> str:
     where = "GPU memory" if on_gpu else "memory"
     if needed * _MARGIN > free:
         raise ConfigError(
-            f"the weights take {byte_text(needed)}, and {byte_text(free)} of {where} are free; free the other "
-            "model, compare with nothing, or choose another device"
+            f"loading the weights takes {byte_text(needed * _MARGIN)}, and {byte_text(free)} of {where} are free; "
+            "free the other model, compare with nothing, or choose another device"
         )
     if needed < _GIB / 10:
         return ""
