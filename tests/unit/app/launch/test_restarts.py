@@ -486,8 +486,8 @@ def test_training_goes_on_without_its_supervisor_and_says_itself_how_it_ended(
     until(lambda: (run.read_state() or {}).get("state") == "done")
     assert holders(), "its launcher still holds the slot"
     (run.path / "leave").touch()
-    until(lambda: not holders())
-    assert (true_state(run)["state"], true_state(run)["step"], living(run)) == ("done", 9, [])
+    until(lambda: not holders() and not living(run))
+    assert (true_state(run)["state"], true_state(run)["step"]) == ("done", 9)
 
 
 def test_an_ending_that_its_supervisor_did_not_live_to_publish_counts(supervised: Starter, run: RunFolder) -> None:
