@@ -10,18 +10,20 @@ import re
 import stat
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import PREFERENCE
 from trainers.config.options import EMBEDDED, TrainConfig
 from trainers.config.remote_data import DATA_SUFFIXES, has_data_suffix, is_url
 from trainers.data.data_file import DataFile
-from trainers.data.folders import files_of_split, list_folder
+from trainers.data.folders import files_of_configuration, files_of_split, has_configurations, list_folder
 from trainers.data.local_copies import Copy, cache_dir, copy_of_file, copy_of_query, copy_of_url
 from trainers.data.packed import Contents, contents_of
+from trainers.data.shards import unreadable
+from trainers.data.table_rows import mapped_rows
 
 KINDS = {
     ".jsonl": "jsonl",
@@ -66,6 +68,12 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
     name = str(config.eval_dataset_name if own_eval else config.dataset_name)
     part = config.eval_split if own_eval else config.dataset_split
     option, split_option = ("eval_dataset_name", "eval_split") if own_eval else ("dataset_name", "dataset_split")
+    path = Path(name).expanduser()
+    is_configured = path.is_dir() and has_configurations(path)
+    on_hub = name != EMBEDDED and not os.path.lexists(path) and looks_like_hub_id(name)
+    if config.dataset_config_name is not None and not (own_eval or is_configured or on_hub):
+        problem = f"has no meaning for {name}, which is neither on the Hub nor a folder whose README.md lists `configs`"
+        raise ConfigError.about("dataset_config_name", config.dataset_config_name, problem, "leave it out")
     if name == EMBEDDED:
         return [_embedded(part, split_option, config)], []
     cache = cache_dir(config)
@@ -75,14 +83,16 @@ def _resolve(config: TrainConfig, split: str) -> tuple[list[DataFile], list[str]
         copy = copy_of_url(name, option, cache) if query is None else copy_of_query(name, query, cache)
         display_name = name.partition("?")[0]
         return [_copied(copy, display_name, display_name.rpartition("/")[2])], []
-    path = Path(name).expanduser()
+    if is_configured:
+        listing = files_of_configuration(path, config.dataset_config_name, part, option, split_option)
+        return [_file(path / file, str(path / file), file, option, unpack) for file in listing.names], listing.ignored
     if os.path.lexists(path) and not path.is_dir():
         return [_file(path, str(path), path.name, option, unpack)], []
     if path.is_dir():
         return _folder(path, option, part, split_option, unpack)
     if any(letter in name for letter in "*?["):
         return _glob(str(path), option, part, split_option, unpack)
-    if looks_like_hub_id(name):
+    if on_hub:
         return [_hub_file(name, config.dataset_config_name, part, option)], []
     _missing(name, path, option)
 
@@ -99,8 +109,7 @@ def identity(files: list[DataFile]) -> list[list[str]]:
 
 def _identity(file: DataFile, hashed: bool) -> list[str]:
     if file.is_hub:
-        rows = hub_rows(file.path, file.config_name, file.split)
-        return [file.path, str(file.config_name), file.split, rows._fingerprint]
+        return [file.path, str(file.config_name), file.split, mapped_rows(file)._fingerprint]
     if file.digest:
         return [file.name, file.digest]
     try:
@@ -121,12 +130,6 @@ def _bytes(file: DataFile) -> int:
         return os.stat(file.path).st_size
     except OSError as error:
         raise unreadable(file.display_name, error) from None
-
-
-def unreadable(display_name: str, error: BaseException) -> ConfigError:
-    """The error for a file that cannot be read."""
-    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
-    return ConfigError(f"cannot read {display_name}: {reason}; check the file and its permissions")
 
 
 def _embedded(part: str, option: str, config: TrainConfig) -> DataFile:
@@ -246,12 +249,11 @@ def _missing(name: str, path: Path, option: str) -> NoReturn:
 
 
 def _hub_file(name: str, config_name: str | None, split: str, option: str) -> DataFile:
+    file = DataFile(name, f"{name}[{split}]", name, "arrow", 0, config_name, split)
     try:
-        rows = len(hub_rows(name, config_name, split))
+        return replace(file, size=len(mapped_rows(file)))
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ConfigError(hub_mistake(name, config_name, split, option, error)) from None
-    display_name = f"{name}[{split}]"
-    return DataFile(name, display_name, name, "arrow", rows, config_name, split)
 
 
 def hub_mistake(name: str, config_name: str | None, split: str, option: str, error: Exception) -> str:
@@ -267,40 +269,3 @@ def hub_mistake(name: str, config_name: str | None, split: str, option: str, err
         )
     chosen = f"{name}, configuration {config_name or 'default'}, split {split}"
     return f"{option}: cannot load {chosen}: {message}; set dataset_config_name and dataset_split (or eval_split)"
-
-
-def mapped_rows(file: DataFile) -> Any:
-    """A memory-mapped `datasets.Dataset` of an Arrow file or a Hub data set; its images stay the bytes that they are.
-
-    Raises:
-        OSError, ValueError: If an Arrow file cannot be read.
-    """
-    if file.is_hub:
-        return hub_rows(file.path, file.config_name, file.split)
-    return _arrow_rows(file.path, os.stat(file.path).st_mtime_ns)
-
-
-@lru_cache(maxsize=64)
-def _arrow_rows(path: str, changed_ns: int) -> Any:
-    import pyarrow as pa
-    from datasets import Dataset
-    from datasets.table import InMemoryTable  # of mapped memory, in this case
-
-    source = pa.memory_map(path)
-    try:
-        table = pa.ipc.open_stream(source).read_all()
-    except pa.ArrowInvalid:  # the other format of Arrow files
-        source.seek(0)
-        table = pa.ipc.open_file(source).read_all()
-    names = table.column_names
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"the column {repeated[0]!r} appears twice")
-    return Dataset(InMemoryTable(table), fingerprint=f"{changed_ns}")
-
-
-@lru_cache(maxsize=4)
-def hub_rows(name: str, config_name: str | None, split: str) -> Any:
-    """A Hub data set's split as a memory-mapped `datasets.Dataset`."""
-    from datasets import load_dataset
-
-    return load_dataset(name, config_name, split=split)

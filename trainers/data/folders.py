@@ -7,10 +7,13 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 from trainers.config.mistakes import ConfigError
-from trainers.config.remote_data import COMPRESSED, content_suffix
+from trainers.config.remote_data import COMPRESSED, DATA_SUFFIXES, content_suffix, is_url
+from trainers.data.shards import unreadable
 
 _DOCUMENTS = re.compile(r"^((readme|licen[cs]e|notice)(\.(md|txt))?|dataset_(infos?|dict)\.json)$", re.IGNORECASE)
 _SYNONYMS = {
@@ -19,6 +22,8 @@ _SYNONYMS = {
     "test": ("test", "testing"),
 }
 _SPLITS = {word: split for split, synonyms in _SYNONYMS.items() for word in synonyms}
+_HEADER = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
+_CONFIGS = re.compile(r"^configs[ \t]*:", re.MULTILINE)
 _COUNTING = ("of", "part", "shard")  # train-00001-of-00005
 _SEPARATORS = re.compile(r"[\W\d_]+")
 
@@ -60,6 +65,71 @@ def list_folder(folder: Path, suffixes: Iterable[str]) -> Listing:
             else:
                 names.append(str(base / name))
     return Listing(sorted(names), sorted(ignored))
+
+
+def has_configurations(folder: Path) -> bool:
+    """Whether the header of a folder's `README.md` lists the files of its configurations, as data sets on the Hub do.
+
+    Raises:
+        ConfigError: if that cannot be read.
+    """
+    readme = folder / "README.md"
+    try:
+        text = readme.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        raise unreadable(str(readme), error) from None
+    header = _HEADER.match(text)
+    if header is None or not _CONFIGS.search(header[1]):
+        return False
+    try:
+        values = yaml.safe_load(header[1])
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the header of {readme} is not YAML: {' '.join(str(error).split())[:200]}; repair it, or "
+                          "name the data files") from None  # fmt: skip
+    return isinstance(values, dict) and bool(values.get("configs"))
+
+
+def files_of_configuration(
+    folder: Path, config_name: str | None, split: str, option: str, split_option: str
+) -> Listing:
+    """The files that the `README.md` of a folder lists for a split of a configuration; see `has_configurations`.
+
+    Args:
+        folder: The folder, such as a copy of a data set of the Hub.
+        config_name: Name of the configuration; None for the default one.
+        split: Name of the split.
+        option: Name of the option that chose the folder.
+        split_option: Name of the option that chose the split.
+
+    Raises:
+        ConfigError: if there is no such configuration or split, or its files are missing or elsewhere.
+    """
+    from datasets import load_dataset_builder
+
+    readme = folder / "README.md"
+    try:
+        builder = load_dataset_builder(str(folder.absolute()), config_name)
+    except Exception as error:  # the library raises whatever the YAML's values lead to
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        remedy = "set dataset_config_name, repair it, or name the data files"
+        raise ConfigError(f"{option}: {readme} lists no such configuration: {reason}; {remedy}") from None
+    data_files: dict[str, Any] = builder.config.data_files or {}
+    of_split = {known: files for known, files in data_files.items() if split in (known, _SPLITS.get(known))}
+    files = of_split.get(split) or next(iter(of_split.values()), None)
+    if files is None:
+        problem = f"its configuration {builder.config.name} has the splits {', '.join(map(str, data_files))}"
+        raise ConfigError(f"{split_option}={split}: {readme} lists no such split; {problem}; set {split_option}")
+    names = [file if is_url(file) else os.path.relpath(file, folder.absolute()) for file in dict.fromkeys(files)]
+    if elsewhere := [name for name in names if is_url(name) or name.startswith("..")]:
+        raise ConfigError(
+            f"{option}: {readme} lists data elsewhere, such as {elsewhere[0]}; name that, if you trust it"
+        )
+    chosen = set(names)
+    others = [name for name in list_folder(folder, DATA_SUFFIXES).names if name not in chosen]
+    where = f"not in split {split} of configuration {builder.config.name}"
+    return Listing(names, [f"{name} ({where})" for name in others])
 
 
 def _saved(folder: Path) -> set[str] | None:

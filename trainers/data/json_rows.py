@@ -13,7 +13,7 @@ from trainers.config.mistakes import ConfigError
 from trainers.config.objectives import FORMAT_COLUMNS
 from trainers.config.strict_json import STRICT, DuplicateKey
 from trainers.data.data_file import DataFile
-from trainers.data.remote import open_file
+from trainers.data.open_file import open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, changed, content_end, lines, too_large
 
 JSON_BYTES = 512 << 20

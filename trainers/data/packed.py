@@ -19,9 +19,6 @@ from trainers.data.data_file import DataFile
 from trainers.data.progress import say
 from trainers.run.folder import read_json, write_json
 
-PARTS = 16
-"""Most shards of a local file: reading each from the beginning costs half as many times the file in all."""
-
 OpenRaw = Callable[[], IO[bytes]]
 
 

@@ -5,13 +5,11 @@ Credentials and endpoints come from the environment only. Imports no torch.
 
 from __future__ import annotations
 
-import io
 import os
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import EMBEDDED, TrainConfig
@@ -25,17 +23,12 @@ from trainers.data.files import (
     kind_of_content,
     looks_like_hub_id,
     resolve,
-    unreadable,
 )
 from trainers.data.folders import files_of_split
 from trainers.data.local_copies import VERSIONS, cache_dir, explained, file_system, refuse_other_content
-from trainers.data.packed import PackedFile, contents_of
-from trainers.run.log import without_secrets
-
-_BLOCK = 1 << 20
-"""Least bytes of a request."""
-_WAITS = (1.0, 4.0, 16.0)
-"""Seconds before a request that failed is sent again."""
+from trainers.data.open_file import open_stored
+from trainers.data.packed import contents_of
+from trainers.data.shards import unreadable
 
 
 def files_in_place(config: TrainConfig) -> tuple[list[DataFile], list[str]]:
@@ -98,7 +91,7 @@ def _file_at(url: str, label: str, option: str, cache: Path) -> DataFile:
     if not packed:
         return file
     with explained(url, option):
-        contents = contents_of(partial(_open_at, file, None), name, label, [url, size, version], cache)
+        contents = contents_of(partial(open_stored, file), name, label, [url, size, version], cache)
     if contents.suffix in READ_AT_WILL:
         problem = f"holds a {contents.suffix} file, which is not read from its beginning on"
         raise ConfigError.about(option, url, problem, "store it without compressing it, or leave out dataset_streaming")
@@ -143,87 +136,3 @@ def version_of(file: DataFile) -> tuple[int, str]:
     except OSError as error:
         raise unreadable(file.display_name, error) from None
     return status.st_size, str(status.st_mtime_ns)
-
-
-def open_file(file: DataFile, end: int | None = None) -> BinaryIO:
-    """A data file for reading, wherever it lies, and decompressed; of a remote one, no byte from `end` on is fetched.
-
-    Raises:
-        OSError: if it cannot be read.
-        ConfigError: if it is not what its suffix says.
-    """
-    if file.content_size is not None:
-        return io.BufferedReader(PackedFile(file, partial(_open_at, file, None)), _BLOCK)
-    return _open_at(file, end)
-
-
-def _open_at(file: DataFile, end: int | None) -> BinaryIO:
-    return io.BufferedReader(RemoteFile(file, end), _BLOCK) if is_url(file.path) else open(file.path, "rb")
-
-
-def _is_final(error: Exception) -> bool:
-    """Whether the same request would fail again: what is missing or forbidden, or a server that sends no ranges."""
-    refused = getattr(error, "status", None) in (401, 403, 404, 410, 416)
-    return refused or isinstance(error, FileNotFoundError | PermissionError | ValueError)
-
-
-class RemoteFile(io.RawIOBase):
-    """A file at a URL, which fetches exactly the ranges that are read; a request that fails is sent a few times more.
-
-    Args:
-        file: its `path` is a URL.
-        end: where reading ends; None for its end.
-
-    Raises:
-        OSError: whatever its file system raises.
-    """
-
-    def __init__(self, file: DataFile, end: int | None = None):
-        self._end = file.size if end is None else end
-        fs, path = file_system(file.path)
-        self._file: Any = self._try(lambda: fs.open(path, "rb", cache_type="none", size=file.size))
-
-    def _try(self, request: Any) -> Any:
-        for wait in (*_WAITS, None):
-            try:
-                return request()
-            except Exception as error:  # each file system has errors of its own
-                if wait is None or _is_final(error):
-                    raise OSError(without_secrets(str(error) or type(error).__name__)) from None
-                time.sleep(wait)
-
-    def readinto(self, buffer: Any) -> int:
-        """Reads from the current position."""
-        start = self._file.tell()
-        length = max(0, min(len(buffer), self._end - start))
-
-        def request() -> bytes:
-            self._file.seek(start)
-            content: bytes = self._file.read(length) if length else b""
-            return content
-
-        content = self._try(request)
-        buffer[: len(content)] = content
-        return len(content)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Changes the position."""
-        return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        """The current position."""
-        return int(self._file.tell())
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def close(self) -> None:
-        """Closes the connection."""
-        if not self.closed:
-            self._file.close()
-        super().close()

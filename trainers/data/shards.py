@@ -19,6 +19,12 @@ def changed(name: str) -> ConfigError:
     return ConfigError(f"{name} changed while it was read; start again when it is complete")
 
 
+def unreadable(display_name: str, error: BaseException) -> ConfigError:
+    """The error for a file that cannot be read."""
+    reason = getattr(error, "strerror", None) or str(error).partition("\n")[0][:200]
+    return ConfigError(f"cannot read {display_name}: {reason}; check the file and its permissions")
+
+
 class BadRow(NamedTuple):
     """Why a row cannot be used: a kind to count by, and the detail."""
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import csv
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import islice
 from typing import Any, BinaryIO
 
 from trainers.config.mistakes import ConfigError
 from trainers.config.remote_data import is_url
 from trainers.data.data_file import DataFile
-from trainers.data.files import mapped_rows
-from trainers.data.remote import RemoteFile, open_file
+from trainers.data.open_file import open_file
 from trainers.data.shards import ROW_BYTES, BadRow, FileShard, Item, content_end, group, lines, too_large
 
 MAPPED_ROWS = 10_000  # rows of Arrow data per shard
@@ -208,6 +209,8 @@ def _parquet(file: DataFile) -> Any:
     import pyarrow.parquet as pq
 
     if is_url(file.path):
+        from trainers.data.remote_file import RemoteFile
+
         return pq.ParquetFile(RemoteFile(file), pre_buffer=True)
     return pq.ParquetFile(file.path, memory_map=True, pre_buffer=False)
 
@@ -280,3 +283,40 @@ def _holds_media(feature: Any) -> bool:
     if (inner := getattr(feature, "feature", None)) is not None:
         return _holds_media(inner)
     return bool(getattr(feature, "decode", False)) and type(feature).__name__ != "Json"
+
+
+def mapped_rows(file: DataFile) -> Any:
+    """A memory-mapped `datasets.Dataset` of an Arrow file or a Hub data set; its images stay the bytes that they are.
+
+    Raises:
+        OSError, ValueError: If an Arrow file cannot be read.
+    """
+    if file.is_hub:
+        return _hub_rows(file.path, file.config_name, file.split)
+    return _arrow_rows(file.path, os.stat(file.path).st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _arrow_rows(path: str, changed_ns: int) -> Any:
+    import pyarrow as pa
+    from datasets import Dataset
+    from datasets.table import InMemoryTable  # of mapped memory, in this case
+
+    source = pa.memory_map(path)
+    try:
+        table = pa.ipc.open_stream(source).read_all()
+    except pa.ArrowInvalid:  # the other format of Arrow files
+        source.seek(0)
+        table = pa.ipc.open_file(source).read_all()
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"the column {repeated[0]!r} appears twice")
+    return Dataset(InMemoryTable(table), fingerprint=f"{changed_ns}")
+
+
+@lru_cache(maxsize=4)
+def _hub_rows(name: str, config_name: str | None, split: str) -> Any:
+    """A Hub data set's split as a memory-mapped `datasets.Dataset`."""
+    from datasets import load_dataset
+
+    return load_dataset(name, config_name, split=split)

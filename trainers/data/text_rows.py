@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from trainers.data.data_file import DataFile
-from trainers.data.remote import open_file
+from trainers.data.open_file import open_file
 from trainers.data.shards import BOM, ROW_BYTES, BadRow, FileShard, Item, Record, content_end, group, lines, too_large
 
 

@@ -416,7 +416,7 @@ def test_a_hub_data_set_holds_prompts_and_columns(tmp_path: Path, monkeypatch: p
     rows = [{"prompt": [USER], "gold": 2.5, "tests": {"a": [1, None]}, "when": datetime.datetime(2026, 1, 1)},
             {"prompt": [USER], "gold": 3.0, "tests": {"b": "x"}, "when": None}]  # fmt: skip
     data_set = datasets.Dataset.from_list(rows)
-    monkeypatch.setattr("trainers.data.files.hub_rows", lambda *names: data_set)
+    monkeypatch.setattr("trainers.data.table_rows._hub_rows", lambda *names: data_set)
     config = grpo(tmp_path, Path("someone/sums"), columns="answer=gold")
     (shard,) = plan(resolve(config, "train"), "line")
     for reads in ({"answer": False, "tests": False}, {"answer": False, "when": False}):

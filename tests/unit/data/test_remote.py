@@ -21,7 +21,8 @@ from tests.launching import ROOT
 from tests.unit.data.test_stream import config_of, texts, write
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.data import remote, stream
+from trainers.data import remote, remote_file, stream
+from trainers.data.open_file import open_file
 from trainers.data.stream import Stream, Window
 from trainers.data.tokenizer import load_tokenizer
 
@@ -31,7 +32,7 @@ ROWS = 300
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "SHARD_BYTES", 2000)
-    monkeypatch.setattr(remote, "_WAITS", (0.0, 0.0))
+    monkeypatch.setattr(remote_file, "_WAITS", (0.0, 0.0))
 
 
 @pytest.fixture
@@ -154,13 +155,13 @@ def test_a_request_that_fails_is_sent_again(hub: FakeHub, tmp_path: Path, monkey
         waited.append(seconds)
         hub.refusals = {}
 
-    monkeypatch.setattr("trainers.data.remote.time.sleep", repair)
-    with remote.open_file(file) as opened:
+    monkeypatch.setattr("trainers.data.remote_file.time.sleep", repair)
+    with open_file(file) as opened:
         hub.refusals = {"rows.jsonl": BROKEN}
         assert opened.read() == content
     assert len(waited) == 1
-    with remote.open_file(file) as opened:
-        monkeypatch.setattr("trainers.data.remote.time.sleep", waited.append)
+    with open_file(file) as opened:
+        monkeypatch.setattr("trainers.data.remote_file.time.sleep", waited.append)
         hub.refusals = {"rows.jsonl": BROKEN}
         with pytest.raises(OSError, match="500"):
             opened.read()

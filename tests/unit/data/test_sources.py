@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.unit.data.test_support import configure, write_jsonl
 from trainers.config.mistakes import ConfigError
 from trainers.data import files as files_module
+from trainers.data import table_rows
 from trainers.data.data_file import DataFile
 from trainers.data.files import identity, resolve
 from trainers.data.json_rows import shard_lines
@@ -502,7 +503,7 @@ def test_a_hub_data_set_is_read_by_row_number(tmp_path, monkeypatch):
     import datasets
 
     rows = datasets.Dataset.from_dict({"text": [f"row {i}" for i in range(250)], "n": list(range(250))})
-    monkeypatch.setattr(files_module, "hub_rows", lambda *names: rows)
+    monkeypatch.setattr(table_rows, "_hub_rows", lambda *names: rows)
     found = resolve(configure(tmp_path, "someone/stories"), "train")
     assert (found[0].kind, found[0].size, found[0].display_name) == ("arrow", 250, "someone/stories[train]")
     assert identity(found)[0][0] == "someone/stories"
@@ -523,7 +524,7 @@ def test_a_hub_data_set_that_cannot_be_had_says_the_way_out(tmp_path, monkeypatc
     def fail(*names):
         raise error
 
-    monkeypatch.setattr(files_module, "hub_rows", fail)
+    monkeypatch.setattr(table_rows, "_hub_rows", fail)
     with pytest.raises(ConfigError, match=said):
         resolve(configure(tmp_path, "a/b"), "train")
 
