@@ -9,6 +9,7 @@ from typing import Any
 from app.diagnosis.advice import Change, Diagnosis, Evidence
 from app.runs.profiles import SHARES
 from trainers.config.byte_text import byte_text
+from trainers.config.objectives import WATCHED
 from ui.pages.run_machines import machines
 from ui.parts import (
     Html,
@@ -88,7 +89,7 @@ def _membership(member: dict[str, Any], comparison: dict[str, str] | None) -> Ht
 
 
 def _facts(view: dict[str, Any]) -> Html:
-    measure = "loss" if view["reward"] is None else "reward"
+    measure = next((name for name in WATCHED if view[name] is not None), WATCHED[-1])
     facts = [
         ("Time left", duration_text(view["eta_s"])),
         (measure.capitalize(), number_text(view[measure])),
