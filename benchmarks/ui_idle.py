@@ -1,9 +1,10 @@
 """Startup time of `tunesmith ui`, what its pages cost at first view and when idle: `python -m benchmarks.ui_idle`.
 
-Needs Chromium and an otherwise idle machine. Percentages are CPU time of the server over wall time. What a first view
-transfers is counted without Gradio's own scripts and styles. The run on the pages stands still, except in the last
-line: there it logs `STEPS_PER_SECOND` steps per second, so that every tab fetches new numbers, curves and lines of the
-log at each poll. A watched run is asked for by one tab of the browser, every five seconds.
+First views are those of a cold browser. `gradio's own empty page` is that of an app without components: no page of ours
+can be whole before it. Needs Chromium and an otherwise idle machine. Percentages are CPU time of the server over wall
+time. What a first view transfers is counted without Gradio's own scripts and styles. The run on the pages stands still,
+except in the last line: there it logs `STEPS_PER_SECOND` steps per second, so that every tab fetches new numbers,
+curves and lines of the log at each poll. A watched run is asked for by one tab of the browser, every five seconds.
 """
 
 from __future__ import annotations
@@ -52,6 +53,35 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
     return server, server.stdout.readline().strip(), time.monotonic() - began
 
 
+_EMPTY = """import gradio as gr
+with gr.Blocks() as app:
+    pass
+app.launch(ssr_mode=False)"""
+_SEE_MAIN = """new MutationObserver((_, observer) => {
+  if (!document.querySelector(".gradio-container main")) return;
+  performance.mark("ts-shown");
+  observer.disconnect();
+}).observe(document, { childList: true, subtree: true });"""
+
+
+def view_empty_page(browser: Browser) -> None:
+    """Opens the page of an app without components; it counts as whole once Gradio has drawn its frame."""
+    env = {**os.environ, "PYTHONUNBUFFERED": "1", "GRADIO_ANALYTICS_ENABLED": "False"}
+    server = subprocess.Popen([sys.executable, "-P", "-c", _EMPTY], env=env, text=True, stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    try:
+        address = next(line.split()[-1] for line in server.stdout if "http://" in line)
+        page = browser.new_page()
+        page.add_init_script(_SEE_MAIN)
+        page.goto(address)
+        page.wait_for_function("performance.getEntriesByName('ts-shown').length")
+        _print_view(page, "gradio's own empty page")
+        page.close()
+    finally:
+        server.terminate()
+        server.wait()
+
+
 def percent(process: psutil.Process) -> float:
     """CPU time of a process in percent of a core, over `WATCHED` seconds."""
     before, began = process.cpu_times(), time.monotonic()
@@ -96,12 +126,13 @@ def view(browser: Browser, address: str) -> Page:
     page = browser.new_page()
     page.goto(address)
     page.wait_for_selector("html[data-shown]", state="attached", timeout=60_000)
-    milliseconds, size = page.evaluate(_FIRST_VIEW)
-    print(
-        f"{address.rpartition('/')[2] or 'train':<22} whole after {milliseconds:.0f} ms, {size / 1000:.0f} kB",
-        flush=True,
-    )
+    _print_view(page, address.rpartition("/")[2] or "train")
     return page
+
+
+def _print_view(page: Page, name: str) -> None:
+    milliseconds, size = page.evaluate(_FIRST_VIEW)
+    print(f"{name:<22} whole after {milliseconds:.0f} ms, {size / 1000:.0f} kB", flush=True)
 
 
 _FIRST_VIEW = """() => [performance.getEntriesByName("ts-shown")[0].startTime,
@@ -124,6 +155,7 @@ def main() -> None:
         print(f"{'no page':<22} {percent(process):.2f} % of a core", flush=True)
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+            view_empty_page(browser)
             for path in PAGES:
                 page = view(browser, url + path)
                 time.sleep(SETTLE)

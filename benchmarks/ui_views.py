@@ -46,7 +46,7 @@ def history(folder: Path) -> None:
     newest = RunFolder(folder / f"run-{RUNS - 1:04}")
     write_json(newest.state_file, {**(newest.read_state() or {}), "step": 1})
     timed("history, one run has changed", lambda: page(table, {"digest": first_page["digest"]}))
-    timed("history, search and sort", lambda: page(table, {"words": "ddp tiny", "sort": "loss"}))
+    timed("history, search and sort", lambda: page(table, {"words": "ddp tiny", "sort": "value"}))
 
 
 def log(run: RunFolder) -> None:

@@ -36,6 +36,7 @@ from ui.context import ServerContext
 from ui.live import json_response, with_plain_values
 from ui.pages import chat, compare, data, evaluate, run, runs, system, train
 from ui.parts import PAGES, navigation
+from ui.response_cache import ResponseCache
 from ui.security import MAX_UPLOAD, Guard, LoggedIn, Password, Throttle, ThrottledLogin
 from ui.theme import Tunesmith, head
 
@@ -110,7 +111,7 @@ def asgi(context: ServerContext, hosts: TrustedHosts, password: Password | None)
     if password:
         gradio_app = pages.routes[-1].app
         pages = ThrottledLogin(LoggedIn(pages, lambda cookies: _is_logged_in(gradio_app, cookies)), Throttle())
-    return Guard(Documents(pages, names), hosts, names)
+    return Guard(Documents(ResponseCache(pages), names), hosts, names)
 
 
 class Documents:

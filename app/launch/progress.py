@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from app.console import clean, say
 from app.launch.supervisor import Listener
 from app.runs.runs import Tail
+from trainers.config.objectives import WATCHED
 from trainers.run.folder import RunFolder, read_json
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ def _fields(row: Any) -> dict[str, str]:
     texts: dict[str, str] = {}
     if not isinstance(row, dict):
         return texts
-    name = next((name for name in ("reward", "loss") if isinstance(row.get(name), int | float)), None)
+    name = next((name for name in WATCHED if isinstance(row.get(name), int | float)), None)
     if name:
         texts["measure"] = f"{name} {row[name]:.4f}"
     rate = row.get("recent_tokens_per_second", row.get("tokens_per_second"))

@@ -129,7 +129,8 @@ def compare(
     groups = _groups(states, settings, measures)
     return {
         "runs": states, "more": any(map(curves.has_more, runs)), "settings": settings, "measures": measures, "by": by,
-        "verdict": _verdict(states, row, by) + _verdict_over_seeds(groups, by), "groups": groups,
+        "verdict": _verdict(states, row, by) + _other_objectives(settings, row) + _verdict_over_seeds(groups, by),
+        "groups": groups,
     }  # fmt: skip
 
 
@@ -255,6 +256,15 @@ def _verdict(states: Sequence[dict[str, Any]], row: dict[str, Any] | None, by: s
     unfinished = [state["id"] for index, state in enumerate(states) if index in known and state["state"] != "done"]
     text += f" Not finished: {', '.join(unfinished)}." if unfinished else ""
     return text + (f" Without a value: {', '.join(missing)}." if missing and len(known) != 1 else "")
+
+
+def _other_objectives(settings: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> str:
+    """That losses of different objectives are no match; empty where that does not matter."""
+    objectives = next((each for each in settings if each["name"] == "objective" and each["differs"]), None)
+    if objectives is None or row is None or MEASURES[row["name"]].metric not in ("loss", "eval_loss"):
+        return ""
+    names = ", ".join(dict.fromkeys(str(value) for value in objectives["values"]))
+    return f" But they train for different objectives ({names}), whose losses say nothing about each other."
 
 
 def _verdict_over_seeds(groups: Sequence[dict[str, Any]], by: str | None) -> str:

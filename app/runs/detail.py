@@ -43,15 +43,15 @@ def run_view(run: RunFolder, curves: Curves) -> View:
         `phase`, `step`, `total_steps`, `progress` (0 to 1 or None), `attempt`, `started_at`, `updated_at`; from the
         newest row `loss`, `eval_loss`, `reward`, `eval_reward`, `learning_rate`, `tokens_per_second`, `mfu`,
         `data_wait`, `eta_s` (live runs only), `tokens`, `elapsed_s`; `ranks` (`rank, step, section, time,
-        memory_gib`), `strategy`, `world_size`, `machines` (how many of several train, and why the others do not),
-        `members` (see `app.runs.machines`), `join_lines` (the command of each machine but 0; empty where a scheduler
-        starts them), `join_by` (until when, in words), `sweep` (see `sweep_of`), `from_run` (the stages of training
-        before it, in words), `gpus`, `host`,
+        memory_gib`, the most so far), `strategy`, `world_size`, `machines` (how many of several train, and why the
+        others do not), `members` (see `app.runs.machines`), `join_lines` (the command of each machine but 0; empty
+        where a scheduler starts them), `join_by` (until when, in words), `sweep` (see `sweep_of`), `from_run` (the
+        stages of training before it, in words), `gpus`, `host`,
         `checkpoints`, `bad_checkpoints`, `profiles` (see `app.runs.profiles`), `export_dir` and `run_dir`.
     """
     state, newest = true_state(run), curves.latest(run)
     live = state.get("state") in LIVE_STATES
-    ranks = _ranks(run, newest)
+    ranks = _ranks(run, newest, curves.peaks(run).get("memory_gib", []))
     saved = checkpoints(run)
     step, total = _count(state.get("step")), _count(state.get("total_steps"))
     first = ranks[0] if ranks else {}
@@ -126,10 +126,16 @@ def _queue_position(run: RunFolder) -> int | None:
     return None
 
 
-def _ranks(run: RunFolder, newest: View) -> list[View]:
-    """Step and section of each rank from its heartbeat, and its memory from the newest metrics row."""
+def _ranks(run: RunFolder, newest: View, peaks: list[float | None]) -> list[View]:
+    """Step and section of each rank from its heartbeat, and its most memory.
+
+    Args:
+        run: the run.
+        newest: its newest row of metrics.
+        peaks: the most memory of each rank in GiB; for further ranks, that of the newest row counts.
+    """
     memory = newest.get("memory_gib_by_rank")
-    memory_gib = memory if isinstance(memory, list) else []
+    memory_gib = [*peaks, *(memory[len(peaks) :] if isinstance(memory, list) else [])]
     ranks: list[View] = []
     for path in run.heartbeats.glob("rank-*.json"):
         name = path.stem.removeprefix("rank-")

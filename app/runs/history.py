@@ -22,22 +22,26 @@ from app.runs.safe_read import Stamp, open_regular, read_span, stamp
 from app.runs.scheduled import is_on_ray, job_of_state
 from app.runs.state import queue
 from trainers.config.mistakes import ConfigError
+from trainers.config.objectives import WATCHED
 from trainers.run.folder import END_STATES, LIVE_STATES, STATES, RunFolder, read_json
 
 SPARKS = 40
-"""Most points in a loss sparkline."""
+"""Most points in a sparkline."""
 PAGE = 100
 """Rows per page of the table."""
 _FULL_READ_BYTES = 1 << 16
 _SAMPLE_BYTES = 1 << 11
 _TAIL_BYTES = 1 << 13
 _HEAD_BYTES = 1 << 14
-_LOSS = re.compile(rb'^\{"step": (\d{1,15}),.*?"loss": (-?[0-9.]+(?:[eE][-+]?\d+)?)[,}]', re.MULTILINE)
+_VALUE = rb"(-?[0-9.]+(?:[eE][-+]?\d+)?)[,}]"
+_POINT = re.compile(
+    rb'^\{"step": (\d{1,15}),.*?"loss": ' + _VALUE + rb'(?:[^\n]*?"reward": ' + _VALUE + rb")?", re.MULTILINE
+)
 _ELAPSED = re.compile(rb'"elapsed_s": ([0-9.]+(?:e[-+]?\d+)?)[,}]')
 _GPUS = re.compile(r"^CUDA_VISIBLE_DEVICES=([0-9,]+) ")
 _STRATEGY = "# strategy:"
 _FAST_SAFE = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-SORTS = ("started_at", "id", "state", "preset", "strategy", "progress", "loss", "duration_s")
+SORTS = ("started_at", "id", "state", "preset", "strategy", "progress", "value", "duration_s")
 
 Row = dict[str, Any]
 
@@ -68,7 +72,8 @@ class History:
         """One row per run, newest first; of several runs with the same id, only the one in `runs_dir`.
 
         Keys: `id, state, cause, step, total_steps, progress` (0 to 1 or None), `preset, method, strategy, world_size,
-        gpus, loss, sparkline` (at most `SPARKS` numbers), `started_at, ended_at, duration_s, run_dir`.
+        gpus, measure` (one of `WATCHED`), `value` (its last one), `sparkline` (at most `SPARKS` numbers), `started_at,
+        ended_at, duration_s, run_dir`.
         """
         with self.lock:
             by_id: dict[str, Row] = {}
@@ -104,9 +109,9 @@ def _read_row(run: RunFolder, fixed: Row | None) -> tuple[Row, Row] | None:
     if (read_json(run.state_file) or {}).get("state") not in STATES:
         return None
     fixed = fixed or _fixed_fields(run)
-    losses, last, elapsed = loss_curve(run.metrics)
-    row = {"id": run.id, **_state_fields(run), **fixed, "loss": last, "sparkline": losses, "trained_s": elapsed}
-    return row, fixed
+    measure, values, elapsed = watched_curve(run.metrics)
+    curve = {"measure": measure, "value": values[-1] if values else None, "sparkline": values, "trained_s": elapsed}
+    return {"id": run.id, **_state_fields(run), **fixed, **curve}, fixed
 
 
 def _state_fields(run: RunFolder) -> Row:
@@ -192,36 +197,37 @@ def _short_text(value: Any) -> str | None:
 # -- sparkline -------------------------------------------------------------------------------------------------------
 
 
-def loss_curve(path: Path) -> tuple[list[float], float | None, float | None]:
-    """The loss in at most `SPARKS` points, the last loss, and the seconds trained so far.
+def watched_curve(path: Path) -> tuple[str, list[float], float | None]:
+    """What a run is watched by (see `WATCHED`), its values in at most `SPARKS` points, and the seconds trained so far.
 
     Samples rows evenly from a large file. Where steps were repeated after a resume, the later rows count.
     """
-    points: list[tuple[bytes, ...]] = []
+    points: list[tuple[bytes, bytes, bytes]] = []
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size <= _FULL_READ_BYTES:
                 data = file.read(size)
-                points = _LOSS.findall(data)
+                points = _POINT.findall(data)
             else:
                 for index in range(SPARKS - 1):
                     file.seek(index * size // (SPARKS - 1))
-                    if match := _LOSS.search(file.read(_SAMPLE_BYTES)):
-                        points.append(match.groups())
+                    points += _POINT.findall(file.read(_SAMPLE_BYTES))[:1]
                 file.seek(size - _TAIL_BYTES)
                 data = file.read(_TAIL_BYTES)
-                points += _LOSS.findall(data)[-1:]
+                points += _POINT.findall(data)[-1:]
     except OSError:
-        return [], None, None
+        return WATCHED[-1], [], None
+    rewards = [(step, reward) for step, _, reward in points if reward]
+    measure, texts = ("reward", rewards) if rewards else ("loss", [(step, loss) for step, loss, _ in points])
     current: list[tuple[int, bytes]] = []
-    for step, loss in points:
+    for step, value in texts:
         while current and current[-1][0] >= int(step):
             current.pop()
-        current.append((int(step), loss))
-    losses = [value for _, loss in _spread(current) if (value := _number(loss)) is not None]
+        current.append((int(step), value))
+    values = [number for _, value in _spread(current) if (number := _number(value)) is not None]
     elapsed = _ELAPSED.findall(data)
-    return losses, losses[-1] if losses else None, _number(elapsed[-1]) if elapsed else None
+    return measure, values, _number(elapsed[-1]) if elapsed else None
 
 
 def _number(text: bytes) -> float | None:
@@ -263,7 +269,8 @@ def select(
     terms = search.casefold().split()
     matching = [row for row in rows if (not state or row["state"] == state) and _has_terms(row, terms)]
     sortable = [row for row in matching if row[sort] not in (None, "")]
-    sortable.sort(key=lambda row: row[sort], reverse=descending)
+    # a loss is not compared with a reward
+    sortable.sort(key=lambda row: (row["measure"], row[sort]) if sort == "value" else row[sort], reverse=descending)
     return sortable + [row for row in matching if row[sort] in (None, "")]
 
 

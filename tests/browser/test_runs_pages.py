@@ -73,6 +73,17 @@ def grow(run: RunFolder, step: int) -> None:
     write_json(run.state_file, {**(run.read_state() or {}), "step": step})
 
 
+# Keeps what is written on canvases from now on, and draws all charts anew.
+_HEAR_TEXTS = """() => {
+  window.texts = [];
+  const write = CanvasRenderingContext2D.prototype.fillText;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+    window.texts.push(text);
+    return write.call(this, text, ...rest);
+  };
+}"""
+
+
 def rows(page: Page) -> list[str]:
     return page.locator(".ts-runs tbody a").all_text_contents()
 
@@ -324,6 +335,34 @@ def test_charts_share_their_cursor_and_their_zoom(new_page: Tabs) -> None:
     everything.click()
     expect(memory.locator(".u-wrap")).not_to_have_attribute("aria-label", zoomed)
     expect(everything).to_be_hidden()
+
+
+def test_a_rewarded_run_is_watched_by_its_reward_and_numbers_are_told_apart(new_page: Tabs, server: Served) -> None:
+    run = made_run(server.runs_dir, "rewarded-run", minutes=420)
+    rows = [
+        {"step": step, "loss": 0.0, "reward": step / 10, "learning_rate": step * 2e-5, "data_wait": 0.0,
+         "memory_gib": 1.4 + 0.02 * step, "memory_gib_by_rank": [1.6 - 0.02 * step, 1.4 + 0.02 * step],
+         "elapsed_s": step}
+        for step in range(1, 5)
+    ]  # fmt: skip
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = new_page("/runs")
+    row = page.locator(".ts-runs tbody tr", has_text="rewarded-run")
+    expect(row.locator(".ts-loss")).to_contain_text("0.4000reward")
+    expect(row.get_by_label("reward from 0.1000 to 0.4000")).to_be_visible()
+    expect(page.get_by_role("button", name="Loss or reward")).to_be_visible()
+    page.goto(server.url + "/run?run=rewarded-run")
+    page.evaluate(_HEAR_TEXTS)
+    page.get_by_label("Log scale").check()
+    page.get_by_label("Log scale").uncheck()
+    expect(page.locator(".ts-facts")).to_contain_text("1.6 GiB, rank 0")  # its peak, though it has 1.5 GiB now
+    chart = page.locator(".ts-chart", has_text="Learning rate")
+    expect(chart.locator(".u-legend")).to_contain_text("8e-05")
+    page.wait_for_function("window.texts.includes('8e-05')")
+    ticks = set(page.evaluate("window.texts"))
+    assert {"1.44 GiB", "1.46 GiB", "1.48 GiB"} <= ticks
+    assert "100" not in ticks  # of a loss that is 0 throughout
+    shutil.rmtree(run.path)
 
 
 def test_sampled_answers_are_read_by_step_and_prompt(new_page: Tabs, server: Served) -> None:

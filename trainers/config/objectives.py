@@ -204,6 +204,8 @@ OWN_OPTIONS = ("loss_type", *dict.fromkeys(name for spec in OBJECTIVES.values() 
 """Options that only some objectives read."""
 SAMPLED = ("reward", "reward_std", "equal_groups", "answer_tokens", "truncated", "sampling_s", "rewards_s")
 """Metrics of each step of an objective that samples, besides its own (`trainers/rollouts.py`)."""
+WATCHED = ("reward", "loss")
+"""What a run is watched by: the first of them that its rows have. Training raises a reward, and lowers a loss."""
 LOSS_TYPES = tuple(dict.fromkeys(name for spec in OBJECTIVES.values() for name in spec.loss_types))
 HIGHER_IS_BETTER = ("eval_token_accuracy", "eval_reward_accuracy", "eval_reward")
 """Metrics besides the loss by which the best checkpoint can be chosen; of these more is better, of the loss less."""

@@ -83,8 +83,9 @@ def build(context: ServerContext) -> None:
     by = gr.Dropdown(_measures(), value="", label="Best by", elem_id="compare-by", visible=False)
     verdict = gr.HTML(apply_default_css=False)
     live_part("charts", "compare", [curves, groups, table])
-    measures = gr.HTML(apply_default_css=False)
-    settings = gr.HTML(apply_default_css=False)
+    with gr.Row(elem_id="compare-tables"):
+        measures = gr.HTML(apply_default_css=False)
+        settings = gr.HTML(apply_default_css=False)
     digest = gr.Textbox(visible=False)
     quiet: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     outputs = [verdict, measures, settings, digest]
@@ -106,7 +107,7 @@ def _welcome(rows: Sequence[dict[str, Any]]) -> Html:
     Args:
         rows: all runs, newest first.
     """
-    trained = [row["id"] for row in rows if row["loss"] is not None]
+    trained = [row["id"] for row in rows if row["value"] is not None]
     if len(trained) < 2:
         text = join(["It takes two runs that have trained; start them on the ", link("./", "Train page"), "."])
         return element("div", join([element("h2", "Nothing to compare yet"), element("p", text)]), class_="ts-panel")
@@ -216,7 +217,7 @@ def _settings(comparison: dict[str, Any]) -> Html:
 def _settings_table(comparison: dict[str, Any], settings: list[dict[str, Any]], caption: str) -> Html:
     rows = []
     for row in settings:
-        option = element("code", row["name"], class_="ts-option ts-beside")
+        option = element("code", join(row["name"].split("_"), Html("_<wbr>")), class_="ts-option ts-beside")
         label = join([row["label"], option]) if row["label"] else row["name"]
         rows.append([label, *(_setting_text(value) for value in row["values"])])
     return _side_by_side(data_table(_head(comparison, "Setting"), rows, caption, sort=True))

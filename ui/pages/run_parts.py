@@ -9,6 +9,7 @@ from typing import Any
 from app.diagnosis.advice import Change, Diagnosis, Evidence
 from app.runs.profiles import SHARES
 from trainers.config.byte_text import byte_text
+from trainers.config.objectives import WATCHED
 from ui.pages.run_machines import machines
 from ui.parts import (
     Html,
@@ -88,7 +89,7 @@ def _membership(member: dict[str, Any], comparison: dict[str, str] | None) -> Ht
 
 
 def _facts(view: dict[str, Any]) -> Html:
-    measure = "loss" if view["reward"] is None else "reward"
+    measure = next((name for name in WATCHED if view[name] is not None), WATCHED[-1])
     facts = [
         ("Time left", duration_text(view["eta_s"])),
         (measure.capitalize(), number_text(view[measure])),
@@ -214,11 +215,11 @@ def details(view: dict[str, Any], files: dict[str, str]) -> Html:
         files: from `app.runs.detail.run_files`.
     """
     rows = [
-        [row["step"], join([row["name"], element("strong", " best") if row["best"] else ""]), byte_count(row["bytes"]),
-         ago(row["saved_at"]), link("chat", "Chat", run=view["id"], checkpoint=row["name"])]
+        [row["step"], join([row["name"], element("strong", " best") if row["best"] else ""]),
+         link("chat", "Chat", run=view["id"], checkpoint=row["name"]), byte_count(row["bytes"]), ago(row["saved_at"])]
         for row in view["checkpoints"]
     ]  # fmt: skip
-    table = data_table(["Step", "Name", "Size", "Saved", "Use"], rows, "Checkpoints", numeric=(0, 2),
+    table = data_table(["Step", "Name", "Use", "Size", "Saved"], rows, "Checkpoints", numeric=(0, 3),
                        empty=_no_checkpoint(view["actions"]), sort=True)  # fmt: skip
     names = {"config": "config.yaml: every option", "accelerate": "accelerate.yaml: the strategy",
              "command": "command.txt: runs the same config again, from a terminal"}  # fmt: skip

@@ -24,5 +24,9 @@ def build(context: ServerContext) -> None:
     def queue_move(request: dict[str, Any]) -> Response:
         return json_response(lambda: move_beside(request, context.runs_dir))
 
-    gr.HTML(title("Runs", "All runs in the runs folder, and registered runs elsewhere."))
+    gr.HTML(
+        title(
+            "Runs", "Every run in the runs folder, and every run of yours on this machine that has a folder elsewhere."
+        )
+    )
     live_part("runs", "runs", [runs_table, queue_move])

@@ -58,26 +58,29 @@ const Live = (() => {
     return `${day} ${pad(time.getHours())}:${pad(time.getMinutes())}`;
   }
 
+  // An exponent of two digits, as in the config, the log and commands: 2e-05.
+  const exponentText = (value) => value.toExponential(3).replace(/\.?0*e/, "e").replace(/(?<=e[-+])(?=\d$)/, "0");
+
   function numberText(value) {
     if (value == null || !isFinite(value)) return "-";
     const size = Math.abs(value);
     if (size >= 1e9) return `${+(value / 1e9).toPrecision(4)}G`;
     if (size >= 1e6) return `${+(value / 1e6).toPrecision(4)}M`;
     if (size >= 1e4) return `${+(value / 1e3).toPrecision(4)}k`;
-    if (size && size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e");
+    if (size && size < 1e-4) return exponentText(value);
     return String(+value.toPrecision(4));
   }
 
-  // As `byte_text` writes a size.
-  function byteText(size) {
+  // As `byte_text` writes a size; with `finer` more decimals.
+  function byteText(size, finer = 0) {
     if (size == null || !isFinite(size)) return "-";
     let unit = 0;
     for (; Math.abs(size) >= 1000 && unit < 4; unit++) size /= 1024;
-    return `${size.toFixed(unit && Math.abs(size) < 100 ? 1 : 0)} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
+    return `${size.toFixed((unit && Math.abs(size) < 100 ? 1 : 0) + (unit && finer))} ${["B", "KiB", "MiB", "GiB", "TiB"][unit]}`;
   }
-  const gibText = (gib) => byteText(gib == null ? null : gib * 2 ** 30);
+  const gibText = (gib, finer = 0) => byteText(gib == null ? null : gib * 2 ** 30, finer);
 
-  const percentText = (share) => (share == null || !isFinite(share) ? "-" : `${numberText(Math.round(1e4 * share) / 100)} %`);
+  const percentText = (share, finer = 0) => (share == null || !isFinite(share) ? "-" : `${numberText(+(100 * share).toFixed(2 + finer))} %`);
 
   // Numbers that stand side by side: as many decimals as the finest of them needs.
   function alignedTexts(values) {
@@ -88,5 +91,5 @@ const Live = (() => {
   const badge = (state) => make("span", { class: `ts-badge ts-${/^[a-z]+$/.test(state) ? state : "unknown"}` }, state);
   const runPage = (id) => `run?${new URLSearchParams({ run: id })}`;
 
-  return { make, poll, follow, durationText, timeText, numberText, byteText, gibText, percentText, alignedTexts, badge, runPage };
+  return { make, poll, follow, durationText, timeText, numberText, exponentText, byteText, gibText, percentText, alignedTexts, badge, runPage };
 })();

@@ -1,6 +1,6 @@
 // Charts drawn with uPlot: merges updates of curves, aligns them on a common x axis, and smooths them.
 Object.assign(Live, (() => {
-  const { make, durationText, numberText } = Live;
+  const { make, durationText, numberText, exponentText } = Live;
 
   // Merges an answer into the stored curves: all points at first, later only those from step `cut` on.
   function merged(stored, answer) {
@@ -47,11 +47,24 @@ Object.assign(Live, (() => {
   const AXIS = { step: ["step", numberText], tokens: ["tokens", numberText], elapsed_s: ["time trained", durationText] };
   const WHOLE_NUMBERS = Array.from({ length: 16 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
   const SECONDS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, ...WHOLE_NUMBERS.map((days) => 86400 * days)];
-  // Numbers in one notation: all with an exponent where the smallest needs one.
-  function tickTexts(values) {
-    const isSmall = values.some((value) => value && Math.abs(value) < 1e-3);
-    return values.map((value) => (value == null ? "" : isSmall && value ? value.toExponential(2).replace(/\.?0+e/, "e") : numberText(value)));
+  // Numbers in one notation: all with an exponent where the smallest needs one; sizes and shares as fine as tells them apart.
+  function tickTexts(values, write) {
+    const known = values.filter((value) => value != null);
+    const finer = [0, 1, 2].find((more) => new Set(known.map((value) => write?.(value, more))).size === known.length) ?? 2;
+    if (write) return values.map((value) => (value == null ? "" : write(value, finer)));
+    const isSmall = values.some((value) => value && Math.abs(value) < 1e-4);
+    return values.map((value) => (value == null ? "" : isSmall && value ? exponentText(value) : numberText(value)));
   }
+  // Pixels of the y axis: its longest text, and what charts of short ones all have, so that these begin below each other.
+  function axisWidth(plot, texts) {
+    plot.ctx.save();
+    plot.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    const longest = Math.max(0, ...(texts ?? []).map((text) => plot.ctx.measureText(text).width / devicePixelRatio));
+    plot.ctx.restore();
+    return Math.max(58, Math.ceil(longest) + 20);
+  }
+  // A curve that is 0 throughout stands at the foot of 0 to 1; uPlot would go to 100, which no share can reach.
+  const valueRange = (_, low, high) => (low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true));
   // What the legend says: the value under the pointer, else the last one.
   const reading = (write) => (plot, value, series, index) =>
     write(index == null ? plot.data?.[series]?.findLast((other) => other != null) : value);
@@ -103,6 +116,10 @@ Object.assign(Live, (() => {
     fit() {
       const { height } = this, width = this.plotArea.clientWidth;
       if (this.plot && (this.plot.height !== height || this.plot.width !== width)) this.plot.setSize({ width, height });
+    }
+
+    explain(hint) {
+      this.box.querySelector(".ts-note").textContent = hint;
     }
 
     lead(on) {
@@ -180,10 +197,10 @@ Object.assign(Live, (() => {
       this.plot = new uPlot({
         width: this.plotArea.clientWidth || 300, height: this.height, series, bands,
         padding: [() => (this.marks.some(({ label }) => label) ? 22 : 12), (plot) => this.nameSpace(plot, used) || 25, null, null],
-        scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1 } },
+        scales: { x: { time: false, range: (_, low, high) => (this.group.zoom ? [low, high] : this.extent) }, y: { distr: log ? 3 : 1, range: log ? undefined : valueRange } },
         axes: [{ ...ticks, values: (_, all) => all.map((value) => (value == null ? "" : AXIS[axis][1](value))), space: 70, size: 32,
           incrs: axis === "elapsed_s" ? SECONDS : WHOLE_NUMBERS },
-          { ...ticks, values: (_, all) => (this.write ? all.map((value) => (value == null ? "" : this.write(value))) : tickTexts(all)), size: 58 }],
+          { ...ticks, values: (_, all) => tickTexts(all, this.write), size: axisWidth }],
         legend: { live: true }, cursor: this.cursor(),
         hooks: { draw: [(plot) => this.drawMarks(plot, text), (plot) => this.drawNames(plot, used)], setSelect: [(plot) => this.zoomToSelection(plot)] },
       }, data, this.plotArea);

@@ -49,6 +49,10 @@ Live.run = (element, server) => {
     ["Evaluation accuracy", "Share of the tokens that were predicted right.", [["eval", "eval_token_accuracy", "of tokens"]], false],
     ["Peak speed used (MFU)", "Useful arithmetic, of all that the GPUs can do.", [["train", "mfu", "MFU"]], false],
   ].map(([name, hint, lines, logs, write]) => ({ name, lines, logs, chart: new Chart(grid, name, { group, hint, write }) }));
+  // What the loss of a run says, which depends on what it trains for.
+  const lossHint = ({ train }) => (train.reward ? "What a step lowers; of the answers, the reward says more."
+    : train.reward_accuracy ? "How far the model is from telling the better answers; lower is better."
+      : "How far the predictions are from the data; lower is better.");
   let data = null, shownAxis = null;
 
   // The metrics of an objective in a file of the user's, which no list here knows.
@@ -111,6 +115,7 @@ Live.run = (element, server) => {
       if (name === "Loss")
         for (const curve of data.replaced || [])
           series.push({ label: `replaced, attempt ${curve.attempt + 1}`, x: curve.step.map(toAxis), y: curve.loss, colour: 7, faint: true });
+      if (name === "Loss") chart.explain(lossHint(data));
       chart.show(series, { axis: options.axis, log: options.log && logs, extent, marks: name === "Loss" ? [...marks, ...saved] : marks });
     }
     const first = CHARTS.find(({ chart }) => !chart.box.hidden);

@@ -12,16 +12,16 @@ Live.runs = (element, server) => {
 
   const COLUMNS = [
     ["id", "Run"], ["state", "State"], ["preset", "Preset"], ["strategy", "Strategy"], [null, "Devices"],
-    ["progress", "Progress"], ["loss", "Loss"], ["started_at", "Started"], ["duration_s", "Duration"],
+    ["progress", "Progress"], ["value", "Loss"], ["started_at", "Started"], ["duration_s", "Duration"],
   ];
-  const NUMBERS = ["loss", "duration_s"];
+  const NUMBERS = ["value", "duration_s"];
   const STATES = ["queued", "starting", "running", "stopping", "done", "stopped", "failed"];
 
   const search = make("input", { type: "search", value: view.words, placeholder: "id, preset, strategy, cause", oninput: later });
   const states = make("select", { "aria-label": "State", onchange: () => change({ state: states.value, page: 0 }) });
   const order = make("select", { "aria-label": "Sort by", onchange: () => change({ sort: order.value, down: order.value !== "id", page: 0 }) },
     ...COLUMNS.filter(([key]) => key).map(([key, name]) => make("option", { value: key }, name)));
-  const turn = make("button", { type: "button", class: "ts-button ts-narrow", "aria-label": "Reverse the order", onclick: () => change({ down: !view.down, page: 0 }) });
+  const turn = make("button", { type: "button", class: "ts-button", "aria-label": "Reverse the order", onclick: () => change({ down: !view.down, page: 0 }) });
   const compare = make("a", { class: "ts-button", href: "#", "aria-disabled": "true" }, "Compare");
   const compareHint = make("span", { class: "ts-note" }, "Tick two or more runs to compare them.");
   const status = make("p", { class: "ts-note", role: "status" });
@@ -41,7 +41,7 @@ Live.runs = (element, server) => {
     welcome,
     make("div", { class: "ts-tools" },
       make("label", {}, "Search ", search), make("label", {}, "State ", states),
-      make("label", { class: "ts-narrow" }, "Sort by ", order), turn, compare, compareHint),
+      make("span", { class: "ts-narrow" }, make("label", {}, "Sort by ", order), turn), compare, compareHint),
     make("div", { class: "ts-tools" }, status, clear),
     make("div", { class: "ts-table ts-cards", tabindex: 0, role: "region", "aria-label": "Runs" },
       make("table", {}, make("thead", {}, head), body)),
@@ -84,8 +84,10 @@ Live.runs = (element, server) => {
   });
   head.append(make("th", { scope: "col" }, make("span", { class: "ts-unseen" }, "Compare")), ...headers.map(({ cell }) => cell));
 
-  function drawHead() {
+  function drawHead(rows) {
+    const measures = ["loss", "reward"].filter((name) => rows.some((row) => row.measure === name)).join(" or ") || "loss";
     for (const { key, cell } of headers) {
+      if (key === "value") cell.firstChild.textContent = capitalised(measures);
       const isActive = key && view.sort === key;
       if (isActive) cell.setAttribute("aria-sort", view.down ? "descending" : "ascending");
       else cell.removeAttribute("aria-sort");
@@ -95,18 +97,21 @@ Live.runs = (element, server) => {
   }
 
   // As many digits for all, so that a column of losses can be compared.
-  const lossText = (value) => (value != null && Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? value.toPrecision(4) : numberText(value));
+  const valueText = (value) => (value != null && Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? value.toPrecision(4) : numberText(value));
+
+  const capitalised = (word) => word[0].toUpperCase() + word.slice(1);
 
   function spark(row) {
     const values = row.sparkline, low = Math.min(...values), high = Math.max(...values);
-    if (values.length < 2) return make("span", {}, lossText(row.loss));
+    const text = make("span", {}, valueText(row.value), row.measure === "reward" ? make("span", { class: "ts-beside" }, "reward") : null);
+    if (values.length < 2) return text;
     const points = values.map((value, index) =>
       `${((index / (values.length - 1)) * 88 + 1).toFixed(1)},${(high > low ? 19 - ((value - low) / (high - low)) * 18 : 10).toFixed(1)}`);
-    const label = `loss from ${lossText(values[0])} to ${lossText(row.loss)}`;
+    const label = `${row.measure} from ${valueText(values[0])} to ${valueText(row.value)}`;
     return make("span", { class: "ts-loss" },
       make("svg", { viewBox: "0 0 90 20", width: 72, preserveAspectRatio: "none", height: 20, role: "img", "aria-label": label },
         make("polyline", { points: points.join(" ") })),
-      make("span", {}, lossText(row.loss)));
+      text);
   }
 
   function progress(row) {
@@ -134,7 +139,7 @@ Live.runs = (element, server) => {
       progress(row), spark(row), timeText(row.started_at), time,
     ];
     return make("tr", {}, make("td", { class: "ts-tick" }, tick),
-      ...cells.map((cell, index) => make("td", { "data-name": COLUMNS[index][1], class: NUMBERS.includes(COLUMNS[index][0]) ? "ts-number" : null }, cell)));
+      ...cells.map((cell, index) => make("td", { "data-name": COLUMNS[index][0] === "value" ? capitalised(row.measure) : COLUMNS[index][1], class: NUMBERS.includes(COLUMNS[index][0]) ? "ts-number" : null }, cell)));
   }
 
   function drawPager(answer) {
@@ -160,7 +165,7 @@ Live.runs = (element, server) => {
     showQueue(answer.queue);
     const focused = document.activeElement && body.contains(document.activeElement) ? document.activeElement : null;
     const key = focused && (focused.getAttribute("aria-label") || focused.getAttribute("href"));
-    drawHead();
+    drawHead(answer.rows);
     body.replaceChildren(...answer.rows.map(drawRow));
     drawPager(answer);
     live = [...body.querySelectorAll("[data-since]")];
@@ -174,5 +179,5 @@ Live.runs = (element, server) => {
     digest = answer.digest || "";
     for (const cell of live) cell.textContent = durationText((Date.now() - new Date(cell.dataset.since)) / 1000);
   }, 3);
-  drawHead();
+  drawHead([]);
 };

@@ -88,6 +88,11 @@ def test_the_best_is_named_with_its_step_and_how_it_was_picked(tmp_path: Path) -
     assert verdict(rising, falling, by="peak_memory") == "None of these runs has a value for peak memory."
     half = evaluated(tmp_path, "half", [0.1], "stopped")
     assert verdict(rising, half).endswith("Not finished: half.")
+    other = evaluated(tmp_path, "other", [0.5], objective="dpo", dataset_name="embedded:preferences")
+    assert verdict(rising, other).endswith(
+        "different objectives (sft, dpo), whose losses say nothing about each other."
+    )
+    assert "objectives" not in verdict(rising, falling) + verdict(rising, other, by="tokens_per_second")
     for wrong in ("step", "nope", ""):
         with pytest.raises(ConfigError, match="is not a measure; use one of best_eval_loss"):
             compare([rising], Curves(), wrong)

@@ -11,6 +11,7 @@ import pytest
 from app.commands.runs import show_verb
 from app.runs.detail import checkpoints, run_files, run_view
 from app.runs.metrics import Curves
+from app.runs.rank_curves import MOST_RANKS
 from tests.made_runs import add_checkpoint, made_run
 from trainers.run.folder import Process, write_json
 from trainers.run.lineage import Stage
@@ -96,6 +97,19 @@ def test_a_damaged_folder_still_has_a_page(tmp_path: Path, damage: dict) -> None
     json.dumps(seen, allow_nan=False)
     assert len(seen["cause"]) <= 2000
     assert seen["loss"] is None
+
+
+def test_the_most_memory_of_a_run_is_its_peak_and_not_what_it_has_now(tmp_path: Path) -> None:
+    run = made_run(tmp_path, "a")
+    rows = [{"step": step, "loss": 1.0, "memory_gib_by_rank": [1.0, memory]} for step, memory in ((1, 3.5), (2, 0.5))]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = run_view(run, Curves())
+    assert [rank["memory_gib"] for rank in seen["ranks"]] == [1.0, 3.5]
+    assert "3.5 GiB, rank 1" in str(headline(seen))
+    many = [{"step": step, "loss": 1.0, "memory_gib_by_rank": [step] * (MOST_RANKS + 1)} for step in (2, 1)]
+    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in many))
+    memory = [rank["memory_gib"] for rank in run_view(run, Curves())["ranks"]]
+    assert memory == [*[2.0] * MOST_RANKS, 1.0]  # those beyond are not kept
 
 
 def test_the_settings_are_given_as_text_and_links_are_not_followed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from app.runs import history
-from app.runs.history import SPARKS, History, loss_curve, page, select
+from app.runs.history import SPARKS, History, page, select, watched_curve
 from app.runs.runs import list_runs, run_of_id
 from tests.made_runs import made_run, metric_lines
 from trainers.config.mistakes import ConfigError
@@ -36,7 +36,8 @@ def test_a_row_says_what_the_table_shows(tmp_path: Path) -> None:
     assert (row["preset"], row["method"], row["strategy"]) == ("tiny-lora", "lora", "fsdp2")
     assert (row["world_size"], row["gpus"], row["duration_s"]) == (2, [0, 2], 120.0)
     last = json.loads([line for line in metric_lines(60) if '"loss"' in line][-1])["loss"]
-    assert row["loss"] == pytest.approx(last, rel=1e-4)
+    assert row["measure"] == "loss"
+    assert row["value"] == pytest.approx(last, rel=1e-4)
     assert len(row["sparkline"]) == SPARKS
 
 
@@ -72,18 +73,37 @@ def test_a_resumed_run_counts_the_time_it_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [3, 30, 5000])
 def test_the_sparkline_follows_the_loss_and_forgets_what_was_replaced(tmp_path: Path, steps: int) -> None:
     run = made_run(tmp_path, "a", steps=steps, resumed_at=steps // 2)
-    losses, last, _ = loss_curve(run.metrics)
+    measure, losses, _ = watched_curve(run.metrics)
+    assert measure == "loss"
     assert len(losses) <= SPARKS
-    assert losses[-1] == last
     assert max(losses[len(losses) // 2 :]) < losses[0] + 0.1
     assert len(losses) >= min(steps, 3)
+
+
+@pytest.mark.parametrize("steps", [4, 5000])
+def test_a_run_that_is_rewarded_shows_its_reward_and_is_not_sorted_among_losses(tmp_path: Path, steps: int) -> None:
+    run = made_run(tmp_path, "rewarded", steps=1)
+    lines = [{"step": step, "attempt": 0, "loss": -0.5, "reward_std": 9.0, "reward": step / steps}
+             for step in range(1, steps + 1)]  # fmt: skip
+    evaluation = {"step": steps, "attempt": 0, "eval_loss": -7.0, "eval_reward": 7.0}
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in [*lines, evaluation]))
+    measure, rewards, _ = watched_curve(run.metrics)
+    assert (measure, rewards[0] < 0.3, rewards[-1]) == ("reward", True, 1.0)
+    made_run(tmp_path, "low", steps=60)
+    made_run(tmp_path, "high", steps=1, minutes=1)
+    rows = History(tmp_path).rows()
+    assert {row["measure"] for row in rows} == {"loss", "reward"}
+    losses = {row["id"]: row["value"] for row in rows if row["measure"] == "loss"}
+    assert losses["low"] < 1.0
+    for descending, order in ((True, ["rewarded", "high", "low"]), (False, ["low", "high", "rewarded"])):
+        assert [row["id"] for row in select(rows, sort="value", descending=descending)] == order
 
 
 @pytest.mark.parametrize("text", ["", "{", "\0" * 100_000, "x" * 100_000, '{"step": 1, "loss": NaN}\n', "[1]\n" * 9])
 def test_a_metrics_file_that_is_none_gives_no_sparkline(tmp_path: Path, text: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    assert loss_curve(path) == ([], None, None)
+    assert watched_curve(path) == ("loss", [], None)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +134,8 @@ def test_links_and_pipes_in_a_run_folder_are_not_read(tmp_path: Path) -> None:
     linked.metrics.symlink_to(secret)
     piped.metrics.unlink()
     os.mkfifo(piped.metrics)
-    assert {row["loss"] for row in History(tmp_path / "runs").rows()} == {None}
-    assert loss_curve(secret)[1] == 42.0
+    assert {row["value"] for row in History(tmp_path / "runs").rows()} == {None}
+    assert watched_curve(secret)[1] == [42.0]
 
 
 def test_runs_elsewhere_are_listed_and_one_of_the_same_name_gives_way(tmp_path: Path) -> None:
