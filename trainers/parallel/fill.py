@@ -46,7 +46,7 @@ def shard_as_read(loss: Any, settings: dict[str, Any], device: torch.device, gro
     """Shards all weights as ZeRO 3, one after the other, each read just before by the rank that broadcasts it.
 
     All are read into the same memory, that of the largest: memory of their own, freed between the shards that stay,
-    would leave gaps, a quarter of the shards' size at 1.1B weights.
+    would leave gaps, a seventh of the shards' size at 1.1B weights.
 
     Args:
         loss: the loss module.
