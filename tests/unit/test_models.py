@@ -22,7 +22,7 @@ def test_a_first_step_is_the_stock_models(kind: str) -> None:
     row = judge(kind)
     assert {name: row[name] for name in COLUMNS} == {
         **dict.fromkeys(("full", "lora", "packed", "chunked_loss"), True),
-        **dict.fromkeys(("fsdp2", "tp", "pp", "export")),
+        **dict.fromkeys(("fsdp2", "fsdp2_lora", "tp", "pp", "export")),
     }, row["reason"]
 
 

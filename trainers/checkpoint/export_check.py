@@ -10,6 +10,7 @@ their rounding changes is measured on the trainer's model.
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -221,8 +222,8 @@ def greedy_text(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype)
     """The `GREEDY_TOKENS` most likely tokens after the prompt of the first probe, whatever ends an answer.
 
     Returns:
-        Their ids; None of a reward model, without room in the model's positions, and of weights that do not fit in
-        memory, which would be read from their files for each token.
+        Their ids; None of a reward model, without room in the model's positions, of weights that do not fit in memory,
+        which would be read from their files for each token, and where transformers cannot generate.
     """
     base = inner_model(model)
     prompt = probes[0].ids[0, : int(probes[0].positions[0]) + 1].numpy()
@@ -233,8 +234,13 @@ def greedy_text(model: nn.Module, probes: Sequence[Probe], compute: torch.dtype)
     was_training = model.training
     model.eval()
     with _threads(model), torch.autocast("cpu", compute, enabled=compute != torch.float32):
-        sampled = sample_answers(base, request, torch.device("cpu"))
-    model.train(was_training)
+        try:
+            sampled = sample_answers(base, request, torch.device("cpu"))
+        except Exception:  # of any kind, as from hybrids without an attention layer
+            logging.getLogger(__name__).debug("transformers cannot generate with this model", exc_info=True)
+            return None
+        finally:
+            model.train(was_training)
     return [int(token) for token in sampled.tokens[0]]
 
 

@@ -90,7 +90,8 @@ def compare(
     weights = [weight for weight in backend.model.parameters() if id(weight) not in of_teacher]
     trained = [weight for weight in weights if weight.requires_grad]
     frozen = [weight for weight in weights if not weight.requires_grad]
-    freezes = config.method != "full" or bool(silent_weights(loss.base) or reach_noted(loss.base).unreached)
+    reach = reach_noted(loss.base)
+    freezes = config.method != "full" or bool(silent_weights(loss.base) or reach.unreached or reach.fixed)
     freezes = freezes or bool(config.freeze and frozen)  # a pipeline stage may have none of them
     frozen_dtype = _name(base_dtype(config)) if freezes else "none"
     wrapper, kernel = type(backend.model).__name__, str(loss.base.config._attn_implementation)

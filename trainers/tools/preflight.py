@@ -416,7 +416,7 @@ def _file_problems(files: set[str], config: TrainConfig) -> list[str]:
     if not config.random_init and not files & {WEIGHTS_NAME, INDEX_NAME}:
         pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
         content = f"only {', '.join(pickles)}, which would run code when read" if pickles else "no weights"
-        if others := sorted(file for file in files if file.endswith(".safetensors")):
+        if others := sorted(file for file in files if file.endswith((".safetensors", ".gguf"))):
             content = f"only {', '.join(others[:3])}"
         need = f"{WEIGHTS_NAME} or {INDEX_NAME}"
         mistakes.append(f"has {content}; it needs {need} (`save_pretrained` of transformers writes them)")

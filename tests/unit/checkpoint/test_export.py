@@ -268,6 +268,20 @@ def test_the_greedy_text_is_that_of_the_weights(monkeypatch: pytest.MonkeyPatch)
     )
 
 
+def test_a_model_that_cannot_generate_has_no_greedy_text(tmp_path: Path) -> None:
+    """transformers asks the cache of a hybrid for an attention layer, which is there only in the control."""
+    layers = {"linear": ["linear_attention"] * 2, "hybrid": ["linear_attention", "full_attention"]}
+    texts = {}
+    for name, kinds in layers.items():
+        save_small(tmp_path / name, "granitemoehybrid", layer_types=kinds)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        choice = config(tmp_path / name, method="full")
+        probes = export_check.sample(choice, load_tokenizer(choice), "A text. " * 20)
+        texts[name] = export_check.greedy_text(model, probes, torch.float32)
+    assert texts["linear"] is None
+    assert len(texts["hybrid"] or []) == export_check.GREEDY_TOKENS
+
+
 def test_rounding_fails_no_export_whose_data_train_few_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers of one word: a single token, whose loss rounding to bf16 changes by more than another kernel may."""
     choice = config(BASE_DIR, method="full", export_dtype="bfloat16", cache_dir=str(tmp_path / "cache"))

@@ -396,6 +396,7 @@ DAMAGE: dict[str, tuple[Change, str]] = {
     ),
     "an index that is a list": (write("model.safetensors.index.json", "[]"), "has no weight_map"),
     "an index without files": (write("model.safetensors.index.json", '{"weight_map": {"a": 1}}'), "has no weight_map"),
+    "only a GGUF file": (write("model.gguf", "GGUF"), r"has only model\.gguf; it needs model\.safetensors"),
     "only a pickle": (write("pytorch_model.bin", ""), r"only pytorch_model\.bin, which would run code when read"),
     "a model type of tomorrow": (
         partial(edit_config, model_type="llama9"),
