@@ -58,7 +58,7 @@ def shard_as_read(loss: Any, settings: dict[str, Any], device: torch.device, gro
     from deepspeed.runtime.zero.partition_parameters import Init  # an extra
 
     names, shard = {id(weight): name for name, weight in unread(loss)}, Init._convert_to_zero_parameters
-    largest = max(weight.numel() * weight.element_size() for _, weight in unread(loss))
+    largest = max((weight.numel() * weight.element_size() for _, weight in unread(loss)), default=0)
     buffer = torch.empty(largest, dtype=torch.uint8, device=device)
 
     def read_and_shard(self: Any, weights: Iterable[nn.Parameter]) -> None:
