@@ -338,7 +338,7 @@ REQUEST_RULES = (
          r"the data holds conversations, but the model's tokenizer has no chat template",
          help="Give --chat_template FILE, or use the model's chat variant."),
     Rule("template_fails", "The chat template cannot render or mark the replies of this data.",
-         r"(?:.{0,300}: )?chat template: |the chat template (?:still runs|takes)|cannot read chat_template=",
+         r"(?:.{0,300}: )?chat template: |the chat template (?:still runs|takes|cannot be compiled)|cannot read chat_template=",
          help="`tunesmith data` shows what it makes of a row; give another with --chat_template FILE."),
     Rule("trains_nothing", "No row is left to train on: {reason}.",
          rf"{_OWN}no document is left of (?P<reason>.{{0,300}}?\(longest (?P<longest>[\d,]{{1,20}}) tokens\))",
