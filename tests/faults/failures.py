@@ -90,10 +90,6 @@ def model(home: Path, change: Callable[[Path], Any]) -> dict[str, Any]:
     return {"model_name_or_path": str(home / "model")}
 
 
-def own_cache(home: Path) -> dict[str, Any]:
-    return {"cache_dir": str(home / "cache"), "CACHE": str(home / "cache")}
-
-
 def own_base(home: Path) -> dict[str, Any]:
     copied = model(home, lambda folder: None)
     return {**copied, "BASE": copied["model_name_or_path"], "merge_adapter": True}
@@ -174,11 +170,10 @@ FAILURES = [
     Failure("a segmentation fault", "native_crash", "read_nothing", says="SIGSEGV", applied=1),
     Failure("an abort", "native_crash", "abort", says="SIGABRT", applied=1),
     Failure("a division in compiled code", "native_crash", "sigfpe", says="SIGFPE"),
-    Failure("a mapped file shrinks", "bus_error", "truncated_map"),
+    Failure("a mapped file shrinks", "bus_error", "truncated_map", says="was cut off"),
     Failure("an unknown instruction", "illegal_instruction", "sigill"),
     Failure("ended from outside", "terminated", "sigquit", says="SIGQUIT"),
     Failure("the launcher is killed", "launcher_killed", "end_launcher"),
-    Failure("the tokens of the data are cut off", "bus_error", "cut_off_cache", says="cut off", make=own_cache),
     Failure("a package of another version", "other_version", "other_version", says="peft"),
     Failure("no such library", "missing_library", "no_library", says="libcudart.so.99"),
     Failure("a package is missing", "missing_package", "missing_package", says="flash_attention_of_tomorrow"),

@@ -277,13 +277,6 @@ def in_the_way(context: Any) -> None:
     folder.write_text("in the way")
 
 
-def cut_off_cache(context: Any) -> None:
-    """The tokens of the data, which the rank has mapped, are cut off by another program."""
-    for file in Path(os.environ["CACHE"]).rglob("*"):
-        if file.is_file():
-            os.truncate(file, 0)
-
-
 def remove_base(context: Any) -> None:
     shutil.rmtree(os.environ["BASE"])
 
@@ -336,7 +329,7 @@ AT_STEP: dict[str, Callable[[Any], None]] = {
     "unknown_to_python": lambda context: socket.create_connection(("no-such-machine.invalid", 80)).close(),
     "bind_twice": bind_twice, "full_disk": full_disk, "no_growth": no_growth, "forbidden": forbidden,
     "print_rows": print_rows, "ask_to_stop": ask_to_stop,
-    "in_the_way": in_the_way, "cut_off_cache": cut_off_cache, "remove_base": remove_base,
+    "in_the_way": in_the_way, "remove_base": remove_base,
     "other_version": other_version, "no_library": no_library, "clock_set_back": clock_set_back,
     "bad_disk": bad_disk, "no_descriptors": no_descriptors, "no_threads": no_threads,
 }  # fmt: skip
