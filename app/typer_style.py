@@ -33,11 +33,11 @@ class PlainCommand(TyperCommand):
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        values, _, _ = self.make_parser(ctx).parse_args(args=list(args))
         unread = super().parse_args(ctx, args)
         # Unread words are those of another verb, which reads them itself.
         params = [param for param in self.params if param.nargs == 1 or not ctx.ignore_unknown_options]
-        if empty := [param for param in params if _is_empty(given.get(param.name)) and param.default != ""]:
+        if empty := [param for param in params if _is_empty(values.get(param.name)) and param.default != ""]:
             from trainers.config.mistakes import ConfigError, Mistake, no_value
 
             raise ConfigError(
