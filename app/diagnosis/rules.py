@@ -365,6 +365,9 @@ REQUEST_RULES = (
          r"|holds no data file|is not a regular file))|cannot read (?P<what2>.{0,200}); check the file"
          r"|(?P<what3>.{0,200}) changed while it was read",
          help="Put it back, or name another with --dataset_name."),
+    Rule("reward_fails", "The reward {reward} failed: {what}.",
+         r"the reward (?P<reward>\S.{0,300}?) failed: (?P<what>.{1,250})",
+         help="Mend it and resume: `metrics.jsonl` and checkpoints are kept."),
     Rule("small_data", "The data has fewer rows than one global batch of {config.global_batch_size}.",
          r"global_batch_size=\d+ is larger than the data: (?P<rows>\d{1,15})",
          remedies=(Remedy("global batches of {global_batch_size} rows", {"global_batch_size": "{rows}",

@@ -109,6 +109,11 @@ def one_token_more(home: Path) -> dict[str, Any]:
     return {**model(home, add), "dataset_name": lines(home / "new.jsonl", rows)}
 
 
+def own_reward(home: Path, score: str) -> dict[str, Any]:
+    (home / "r.py").write_text(f"def score(prompts, completions, **columns):\n    return [{score} for _ in prompts]\n")
+    return {"reward_funcs": f"{home / 'r.py'}:score"}
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -120,6 +125,9 @@ def template(folder: Path, text: str) -> dict[str, Any]:
 
 ALL_ROWS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 NO_REPLY = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+GRPO: dict[str, Any] = {"preset": "tiny-grpo", "max_steps": 2, "num_generations": 2, "max_completion_length": 8,
+                        "max_length": 512}  # fmt: skip
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -193,6 +201,10 @@ FAILURES = [
     Failure("rows that cannot be read", "bad_rows", make=bad_rows, applied=1, direct=True),
     Failure("rows too long", "rows_too_long", make=long_rows, applied=1, direct=True),
     Failure("nothing is left to train", "trains_nothing", make=all_too_long, applied=1, direct=True),
+    Failure("a reward that raises", "reward_fails", options=GRPO, says="KeyError: 'CUDA out of memory'",
+            make=lambda home: own_reward(home, "{}['CUDA out of memory']")),
+    Failure("a reward that is no number", "reward_fails", options=GRPO, says="not a finite number",
+            make=lambda home: own_reward(home, "float('nan')")),
     Failure("fewer rows than a batch", "small_data", make=few_rows, applied=1, direct=True),
     Failure("no such split", "missing_data", options={"dataset_name": "/no/such/data.jsonl"}, direct=True),
     Failure("a template without replies", "template_fails", make=lambda home: template(home, NO_REPLY), direct=True),
