@@ -41,7 +41,7 @@ STRATEGIES = (
     "single", "ddp", "fsdp1", "fsdp1_grad_op", "fsdp2", "hsdp", "zero1", "zero2", "zero3", "tp", "cp", "sp", "pp",
     "pp_interleaved",
 )  # fmt: skip
-LENGTHS = {"24M": 128, "135M": 64, "360M": 64}
+LENGTHS = {"24M": 128, "135M": 64, "360M": 64, "360M-16": 64}
 """Row length by model: activations and weights should both count."""
 OPTIONS: dict[str, Any] = {
     "dataset_name": "embedded", "method": "full", "packing": True, "global_batch_size": 8,

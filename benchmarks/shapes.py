@@ -14,11 +14,13 @@ ARCHITECTURES = {
     "135M": "smollm2-135m", "360M": "smollm2-360m", "qwen3-0.6b": "qwen3-0.6b", "qwen3-1.7b": "qwen3-1.7b",
     "llama-3.1-8b": "llama-3.1-8b",
 }  # fmt: skip
-NAMES = ("embedded", "24M", *ARCHITECTURES)
+NAMES = ("embedded", "24M", "360M-16", *ARCHITECTURES)
 TINY = "tiny-"
 """Prefix of a name: two narrow layers of that model, for tests."""
 _24M = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 6,
         "num_key_value_heads": 6, "head_dim": 64, "vocab_size": 8192}  # fmt: skip
+_16_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 60}
+"""For "360M-16": the heads of 360M, of which it has 15, divided by tensor parallelism of 2 and 4."""
 _TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 2048}  # fmt: skip
 
@@ -49,12 +51,13 @@ def model_folder(name: str, folder: Path, layers: int | None = None) -> Path:
 def _config(name: str) -> dict[str, Any]:
     if name == "24M":
         return {**json.loads((BASE_DIR / "config.json").read_text()), **_24M}
-    published = model_presets(ARCHITECTURES[name.removeprefix(TINY)]).model
+    divided = _16_HEADS if name == "360M-16" else {}
+    published = model_presets(ARCHITECTURES[name.removeprefix(TINY).removesuffix("-16")]).model
     assert published
     shape = published.config
     classes = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     tiny = _TINY if name.startswith(TINY) else {}
-    return {**shape, **tiny, "architectures": [classes[shape["model_type"]]]}
+    return {**shape, **divided, **tiny, "architectures": [classes[shape["model_type"]]]}
 
 
 def empty_model(folder: Path) -> Any:

@@ -101,7 +101,7 @@ def _options(request: Request, folder: Path) -> str:
     options = {**request.options, "objective": "distill", "teacher_log_probs": str(folder)}
     chosen = {name: value for name, value in options.items() if name != "teacher"}
     files = {"config": request.config} if request.config else {}
-    pairs = [f"--{name} {shlex.quote(text_of(value))}" for name, value in {**files, **chosen}.items()]
+    pairs = [f"--{name} {shlex.quote(text_of(value) or 'none')}" for name, value in {**files, **chosen}.items()]
     return " ".join([*([request.preset] if request.preset else []), *pairs])
 
 

@@ -109,7 +109,8 @@ _MEMORY = (
 _OWN = r"(?!(?:\w+\.)*[A-Z]\w*: )(?:.*; )?"
 """Before a sentence of ours: others, but no exception's, which may quote anything."""
 _SYSTEM = (
-    r"(?:(?:\w+\.)*(?:OS|IO|Permission|BlockingIO|FileNotFound|Safetensor|_Queue|Training)Error: "
+    r"(?:(?:\w+\.)*(?:OS|IO|Permission|BlockingIO|File(?:NotFound|Exists)|(?:Not|Is)ADirectory|Safetensor|_Queue"
+    r"|Training)Error: "
     r"|[\w .:/=-]{3,300} failed: rank \d+: )?(?:[\w ]{0,40}: )?(?:I/O error: )?"
 )
 """Before an error of the system: the name of an exception, or what a rank did."""
@@ -267,9 +268,11 @@ DEVICE_RULES = (
          evidence=r"(?:Fatal Python error|terminate called|  what\(\):|.*[Ss]egmentation fault)"),
     Rule("illegal_instruction", "{who} met an instruction that this processor does not have.",
          r"rank (?P<rank>\d{1,15}) was killed by SIGILL", help="Install builds of torch for this machine."),
-    Rule("bus_error", "{who} lost memory that a file backs (SIGBUS): shared memory or a disk is full.",
+    Rule("bus_error", "{who} lost memory that a file backs (SIGBUS): the file was cut off, or shared memory or a disk "
+         "is full.",
          r"rank (?P<rank>\d{1,15}) was killed by SIGBUS",
-         help="Enlarge /dev/shm (`docker run --shm-size`), and look for a full disk."),
+         help="Enlarge /dev/shm (`docker run --shm-size`), look for a full disk, and for what else writes to the data "
+              "or --cache_dir."),
     Rule("terminated", "{who} was ended from outside ({signal}).",
          r"(?:local )?rank (?P<rank>\d{1,15})\b.{0,40} was killed by (?P<signal>SIG(?:TERM|HUP|INT|QUIT|XCPU|USR\d))",
          help="A cluster's time limit, or another user? Resume it; nothing that was saved is lost."),
@@ -305,6 +308,9 @@ DISK_RULES = (
     Rule("folder_gone", "The run folder was removed or replaced while the run trained.",
          rf"{_SYSTEM}(?:\[Errno 2\] )?the run folder .{{0,300}}?was (?:removed|replaced)",
          help="Start it again in a new folder."),
+    Rule("path_in_the_way", "A file is where the run needs a folder, or the other way round: {where}.",
+         rf"{_SYSTEM}\[Errno (?:17|20|21)\] [\w ]{{1,40}}: '(?P<where>[^'\n]{{1,300}})'",
+         help="Move it away, and resume."),
     Rule("disk_error", "The disk reports an error.", rf"{_SYSTEM}\[Errno (?:5|116)\]",
          help="Look at `dmesg`; a network file system may have gone away."),
 )  # fmt: skip
@@ -321,7 +327,8 @@ REQUEST_RULES = (
          r"| is not a local folder and the Hub is unreachable|: the Hub answers with status)",
          help="Go online, or give --model_name_or_path a local folder."),
     Rule("missing_model", "The model {model} does not exist, or you may not read it.",
-         r"model_name_or_path=(?P<model>\S+)(?: at revision \S+)? (?:is neither|does not exist|is a file)",
+         r"model_name_or_path=(?P<model>\S+)(?: at revision \S+)? (?:is neither|does not exist|is a file)"
+         r"|(?:\w+\.)*(?:OSError|HFValidationError): Repo id must be in the form .{0,60}: '(?P<model2>[^']{1,300})'",
          help="Check the name; a private model needs HF_TOKEN or `hf auth login`."),
     Rule("damaged_model", "The files of the model are damaged or incomplete.",
          r"model_name_or_path=(?P<model>\S+?):? .{0,400}(?:download (?:or save )?the model again|download it again)"
@@ -338,7 +345,8 @@ REQUEST_RULES = (
          r"the data holds conversations, but the model's tokenizer has no chat template",
          help="Give --chat_template FILE, or use the model's chat variant."),
     Rule("template_fails", "The chat template cannot render or mark the replies of this data.",
-         r"(?:.{0,300}: )?chat template: |the chat template (?:still runs|takes)|cannot read chat_template=",
+         r"(?:.{0,300}: )?chat template: |the chat template (?:still runs|takes|cannot be compiled)"
+         r"|cannot read chat_template=",
          help="`tunesmith data` shows what it makes of a row; give another with --chat_template FILE."),
     Rule("trains_nothing", "No row is left to train on: {reason}.",
          rf"{_OWN}no document is left of (?P<reason>.{{0,300}}?\(longest (?P<longest>[\d,]{{1,20}}) tokens\))",
@@ -357,6 +365,9 @@ REQUEST_RULES = (
          r"|holds no data file|is not a regular file))|cannot read (?P<what2>.{0,200}); check the file"
          r"|(?P<what3>.{0,200}) changed while it was read",
          help="Put it back, or name another with --dataset_name."),
+    Rule("reward_fails", "The reward {reward} failed: {what}.",
+         r"the reward (?P<reward>\S.{0,300}?) failed: (?P<what>.{1,250})",
+         help="Mend it and resume: `metrics.jsonl` and checkpoints are kept."),
     Rule("small_data", "The data has fewer rows than one global batch of {config.global_batch_size}.",
          r"global_batch_size=\d+ is larger than the data: (?P<rows>\d{1,15})",
          remedies=(Remedy("global batches of {global_batch_size} rows", {"global_batch_size": "{rows}",
@@ -380,6 +391,13 @@ REQUEST_RULES = (
          r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): No module named '(?P<package>[\w.]+)'",
          log=r"(?:\w+\.)*ModuleNotFoundError: No module named '(?P<package>[\w.]+)'",
          help="Install it in the environment of Tunesmith, or leave out the option that needs it."),
+    Rule("other_version", "The Python package {package} is of a version without {name}.",
+         r"(?:\w+\.)*ImportError: cannot import name '(?P<name>[\w.]+)' from '(?P<package>[\w.]+)'",
+         help="Install the versions in constraints.txt in the environment of Tunesmith."),
+    Rule("missing_library", "A shared library cannot be loaded: {library}.",
+         r"(?:\w+\.)*(?:OS|Import)Error: (?P<library>\S{1,300}\.so[\w.]{0,20}): "
+         r"(?:cannot open shared object|undefined symbol)",
+         help="Install the package that needs it again, in the version in constraints.txt; see LD_LIBRARY_PATH too."),
     Rule("launcher_failed", "The launcher could not start the ranks: {what}.",
          r"(?:the launcher could not be started: (?P<what>.{0,200})"
          r"|(?:rank \d+|the launcher) ended with exit status \d+.{0,200}?"

@@ -318,6 +318,8 @@ def _last_line(reply: Reply) -> str:
 def _template(path: object) -> str:
     file = Path(str(path)).expanduser()
     try:
+        if file.exists() and not file.is_file():  # a pipe would block
+            raise ConfigError.about("judge_prompt", path, "is not a regular file", "name a text file")
         with file.open(encoding="utf-8") as stream:
             template = stream.read(_LONGEST_TEMPLATE + 1)
     except (OSError, UnicodeError) as error:

@@ -149,6 +149,9 @@ class Chats:
         device = str(device or "auto")
         check_device(device, revision)
         run = None if self._is_model(name) else self._run(name)
+        if revision and (run is not None or name == EMBEDDED or Path(os.path.expanduser(name)).is_dir()):
+            problem = f"is of the Hub, and {shortened(name)} is not"
+            raise ConfigError.about("revision", shortened(str(revision)), problem, "leave it out")
         if run is None:
             if weights:
                 raise ConfigError(f"checkpoint={shortened(str(weights))!r}: {shortened(name)} is not a run; omit it")

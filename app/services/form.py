@@ -334,7 +334,8 @@ def _option_args(config: TrainConfig, texts: Mapping[str, str]) -> list[str]:
         known = value == getattr(base, option.name) and text_of(value) == cleared[option.name]
         if known if config.preset else value == getattr(base, option.name) and option.default is not None:
             continue
-        text = text_of(value) if option.name in INPUT_PATHS else texts.get(option.name, text_of(value))
+        # A field left empty is `none`; as an empty argument it would be refused.
+        text = (text_of(value) if option.name in INPUT_PATHS else texts.get(option.name, text_of(value))) or "none"
         args += [f"--{option.name}={text}"] if text.startswith("-") else [f"--{option.name}", text]
     return args
 

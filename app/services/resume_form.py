@@ -108,7 +108,7 @@ def resume_preview(
     devices = ["--machine_rank", "0"] if job.devices.machines else []
     devices = device_args(job) if {"gpus", "num_processes"} & set(launch) else devices
     strategy_args = ["--strategy", launch["strategy"]] if "strategy" in launch else []
-    options = [f"--{name}={text}" for name, text in changed.items()]
+    options = [f"--{name}={text or 'none'}" for name, text in changed.items()]
     argv = [
         *tunesmith_program(),
         "resume",

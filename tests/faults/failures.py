@@ -90,6 +90,30 @@ def model(home: Path, change: Callable[[Path], Any]) -> dict[str, Any]:
     return {"model_name_or_path": str(home / "model")}
 
 
+def own_base(home: Path) -> dict[str, Any]:
+    copied = model(home, lambda folder: None)
+    return {**copied, "BASE": copied["model_name_or_path"], "merge_adapter": True}
+
+
+def one_token_more(home: Path) -> dict[str, Any]:
+    """A tokenizer with a token, used by the data, that the embedding does not have."""
+
+    def add(folder: Path) -> None:
+        tokenizer = json.loads((folder / "tokenizer.json").read_text())
+        size = json.loads((folder / "config.json").read_text())["vocab_size"]
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"].append({"id": size, "content": "<new>", **flags})
+        (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+    rows = [chat(f"{number}?", "<new>") for number in range(60)]
+    return {**model(home, add), "dataset_name": lines(home / "new.jsonl", rows)}
+
+
+def own_reward(home: Path, score: str) -> dict[str, Any]:
+    (home / "r.py").write_text(f"def score(prompts, completions, **columns):\n    return [{score} for _ in prompts]\n")
+    return {"reward_funcs": f"{home / 'r.py'}:score"}
+
+
 def cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -101,6 +125,9 @@ def template(folder: Path, text: str) -> dict[str, Any]:
 
 ALL_ROWS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 NO_REPLY = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+GRPO: dict[str, Any] = {"preset": "tiny-grpo", "max_steps": 2, "num_generations": 2, "max_completion_length": 8,
+                        "max_length": 512}  # fmt: skip
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 
@@ -151,15 +178,19 @@ FAILURES = [
     Failure("a segmentation fault", "native_crash", "read_nothing", says="SIGSEGV", applied=1),
     Failure("an abort", "native_crash", "abort", says="SIGABRT", applied=1),
     Failure("a division in compiled code", "native_crash", "sigfpe", says="SIGFPE"),
-    Failure("a mapped file shrinks", "bus_error", "truncated_map"),
+    Failure("a mapped file shrinks", "bus_error", "truncated_map", says="was cut off"),
     Failure("an unknown instruction", "illegal_instruction", "sigill"),
     Failure("ended from outside", "terminated", "sigquit", says="SIGQUIT"),
     Failure("the launcher is killed", "launcher_killed", "end_launcher"),
+    Failure("a package of another version", "other_version", "other_version", says="peft"),
+    Failure("no such library", "missing_library", "no_library", says="libcudart.so.99"),
     Failure("a package is missing", "missing_package", "missing_package", says="flash_attention_of_tomorrow"),
     Failure("an index out of range", "cuda_assert", "index_out_of_range"),
     Failure("an error that no rule knows", "", "own_mistake", says="ValueError: CUDA out of memory is what"),
     # disk
     Failure("the disk is full", "disk_full", "full_disk", {"save_steps": 2}),
+    Failure("the disk is full at the export", "disk_full", "full_disk_in_export"),
+    Failure("a file where checkpoints go", "path_in_the_way", "in_the_way", {"save_steps": 4}, says="checkpoints"),
     Failure("a file may not grow", "file_limit", "no_growth", {"save_steps": 4}),
     Failure("a file that nobody may write", "not_writable", "forbidden"),
     Failure("the disk fails", "disk_error", "bad_disk"),
@@ -170,6 +201,10 @@ FAILURES = [
     Failure("rows that cannot be read", "bad_rows", make=bad_rows, applied=1, direct=True),
     Failure("rows too long", "rows_too_long", make=long_rows, applied=1, direct=True),
     Failure("nothing is left to train", "trains_nothing", make=all_too_long, applied=1, direct=True),
+    Failure("a reward that raises", "reward_fails", options=GRPO, says="KeyError: 'CUDA out of memory'",
+            make=lambda home: own_reward(home, "{}['CUDA out of memory']")),
+    Failure("a reward that is no number", "reward_fails", options=GRPO, says="not a finite number",
+            make=lambda home: own_reward(home, "float('nan')")),
     Failure("fewer rows than a batch", "small_data", make=few_rows, applied=1, direct=True),
     Failure("no such split", "missing_data", options={"dataset_name": "/no/such/data.jsonl"}, direct=True),
     Failure("a template without replies", "template_fails", make=lambda home: template(home, NO_REPLY), direct=True),
@@ -178,6 +213,8 @@ FAILURES = [
     Failure("the Hub is offline", "hub_unreachable", options={"model_name_or_path": "owner/model"}, direct=True),
     Failure("weights cut off", "damaged_model", direct=True,
             make=lambda home: model(home, lambda folder: cut(folder / "model.safetensors"))),
+    Failure("the base is removed", "missing_model", "remove_base", says="/model does not exist", make=own_base),
+    Failure("one token more", "wrong_tokenizer", direct=True, make=one_token_more),
     Failure("no tokenizer", "no_tokenizer", direct=True,
             make=lambda home: model(home, lambda folder: (folder / "tokenizer.json").unlink())),
     Failure("no chat template", "no_chat_template", direct=True,

@@ -22,6 +22,13 @@ def talking(home: Path) -> dict[str, Any]:
     return {"dataset_name": lines(home / "talk.jsonl", rows)}
 
 
+def in_unicode(home: Path) -> dict[str, Any]:
+    rows = [chat(f"{number}? ☃", "ünï") for number in range(60)]
+    return {"dataset_name": lines(home / "ünï ☃.jsonl", rows)}
+
+
+NO_PROXY = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:1")
+ASCII = {"LC_ALL": "C", "LANG": "C"}
 ALL: dict[str, Any] = {"max_train_samples": "none", "global_batch_size": 16, "per_device_train_batch_size": 8}
 EVAL: dict[str, Any] = {"eval_dataset_name": "embedded", "max_eval_samples": 32}
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -48,5 +55,8 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "two ranks, sharded": {"strategy": "fsdp2", "max_steps": 8, "processes": 2},
     "a pipeline": {"strategy": "pp", "processes": 2, "per_device_train_batch_size": 1, "global_batch_size": 8},
     "data that talks of failures": {"make": talking, "print_rows": True, "max_steps": 8},
+    "the clock is set back": {"max_steps": 8, "provoke": "clock_set_back"},
+    "a proxy that does not answer": {"max_steps": 4, "processes": 2, "variables": NO_PROXY},
+    "a locale without unicode": {"max_steps": 4, "make_data": in_unicode, "variables": ASCII},
     "stopped and resumed": {**ALL, "max_steps": 40, "stops": True},
 }  # fmt: skip

@@ -118,6 +118,9 @@ def test_a_healthy_run_is_given_no_cause(name: str, home: Path) -> None:
     processes, make, stops = shape.pop("processes", 1), shape.pop("make", None), shape.pop("stops", False)
     variables = {"PYTHONPATH": PROVOKE, "PROVOKE": "print_rows" if shape.pop("print_rows", False) else ""}
     variables |= {"PROVOKE": "ask_to_stop", "AT_STEP": "20"} if stops else {}
+    variables |= {"PROVOKE": shape.pop("provoke")} if "provoke" in shape else {}
+    variables |= shape.pop("variables", {})
+    shape |= shape.pop("make_data")(home) if "make_data" in shape else {}
     options = {"preset": "tiny-lora", **SMALL, **shape, **(make(home) if make else {})}
     words = ["--num_processes", str(processes), "--output_dir", str(home / "runs" / "mine"), "--json"]
     ended = tunesmith("train", *words, *flags(options), home=home, **variables)

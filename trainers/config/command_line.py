@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from trainers.config.fields import TITLES, fields
-from trainers.config.mistakes import ConfigError, Mistake
+from trainers.config.mistakes import ConfigError, Mistake, no_value
 from trainers.config.options import LAUNCH_OPTIONS, unknown_option
 
 _VALUES = {"bool": "true|false", "int": "int", "float": "number", "text": "text", "list": "a,b", "map": "a=b,c=d"}
@@ -121,13 +121,22 @@ def read(
 
 
 def _without_empty(argv: Sequence[str], flags: Collection[str]) -> tuple[list[str], list[Mistake]]:
-    """Removes flags that lack a value, for which typer would consume the next option, and reports each as a mistake."""
-    kept_argv, mistakes = [], []
-    for word, following in zip(argv, [*argv[1:], "--"], strict=False):
-        if word in flags and following.startswith("--"):
-            mistakes.append(Mistake(word, None, "has no value", f"write {word} VALUE"))
-        else:
-            kept_argv.append(word)
+    """Removes flags without a value, for which typer would consume the next option, and reports each as a mistake.
+
+    An empty value is none: typer, and options that may be `none`, would take it for an option that was not given.
+    """
+    kept_argv, mistakes, queue = [], [], list(argv)
+    while queue:
+        word, following = queue.pop(0), queue[0] if queue else "--"
+        flag, equals, value = word.partition("=")
+        if flag in flags and (not value if equals else not following or following.startswith("--")):
+            mistakes.append(no_value(flag))
+            if not equals and not following:
+                queue.pop(0)
+            continue
+        kept_argv.append(word)
+        if word in flags:
+            kept_argv.append(queue.pop(0))
     return kept_argv, mistakes
 
 

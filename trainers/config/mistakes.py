@@ -41,6 +41,11 @@ class Mistake:
         return f"{before}{subject}{gap}{self.problem}{after}"
 
 
+def no_value(flag: str) -> Mistake:
+    """The mistake of a flag without a value, or with an empty one, which a shell makes of an unset variable."""
+    return Mistake(flag, None, "has no value", f"write {flag} VALUE, or leave it out")
+
+
 class ConfigError(ValueError):
     """The request is invalid; the message has one line per mistake.
 

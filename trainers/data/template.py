@@ -395,8 +395,9 @@ class Encoder:
 
         Raises:
             RowError: if the template refuses these messages.
-            ConfigError: if it does not terminate, or takes too much memory.
+            ConfigError: if it cannot be compiled, does not terminate, or takes too much memory.
         """
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         conversation, values = list(map(self._in_form, messages)), dict(variables or {})
@@ -419,6 +420,9 @@ class Encoder:
                 f"the chat template takes over {RENDER_BYTES >> 20:,} MiB of memory for one conversation; give another "
                 "with --chat_template FILE"
             ) from None
+        except TemplateSyntaxError as error:  # of no use for any row
+            where = f"{self.options.origin}, line {error.lineno}): {str(error.message)[:150].rstrip('.')}"
+            raise ConfigError(f"the chat template cannot be compiled ({where}; repair it") from None
         except Exception as error:  # a template can fail in any way
             raise RowError("chat template", f"it refuses these messages: {str(error)[:150]}") from None
         if len(text) > 4 * ROW_BYTES:

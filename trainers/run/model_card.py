@@ -222,7 +222,7 @@ def command(config: TrainConfig, history: History) -> str:
         before = history.stages[-2].run if len(history.stages) > 1 else config.from_run
         argv, follow = [*argv, "--from_run", str(public(before))], _FOLLOW
     for name, value in changed_options(config).items():
-        argv += [] if name in follow else [f"--{name}", text_of(value)]
+        argv += [] if name in follow else [f"--{name}", text_of(value) or "none"]
     argv += ["--stop_at_step", str(history.stop_at_step)] if history.stop_at_step else []
     return shlex.join(argv)
 

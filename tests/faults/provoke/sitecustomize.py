@@ -11,6 +11,7 @@ import datetime
 import mmap
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -269,6 +270,32 @@ def no_threads(context: Any) -> None:
     threading.Thread(target=print).start()
 
 
+def in_the_way(context: Any) -> None:
+    """A file where the run's checkpoints go: as read-only folders are, for a superuser too."""
+    folder = Path(context.config.output_dir) / "checkpoints"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.write_text("in the way")
+
+
+def remove_base(context: Any) -> None:
+    shutil.rmtree(os.environ["BASE"])
+
+
+def other_version(context: Any) -> None:
+    """A package of another version has no such name."""
+    from peft import LoraConfigOfTomorrow  # noqa: F401
+
+
+def no_library(context: Any) -> None:
+    ctypes.CDLL("libcudart.so.99")
+
+
+def clock_set_back(context: Any) -> None:
+    """The machine's clock goes back by an hour."""
+    now = time.time
+    time.time = lambda: now() - 3600
+
+
 # -- no faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +329,8 @@ AT_STEP: dict[str, Callable[[Any], None]] = {
     "unknown_to_python": lambda context: socket.create_connection(("no-such-machine.invalid", 80)).close(),
     "bind_twice": bind_twice, "full_disk": full_disk, "no_growth": no_growth, "forbidden": forbidden,
     "print_rows": print_rows, "ask_to_stop": ask_to_stop,
+    "in_the_way": in_the_way, "remove_base": remove_base,
+    "other_version": other_version, "no_library": no_library, "clock_set_back": clock_set_back,
     "bad_disk": bad_disk, "no_descriptors": no_descriptors, "no_threads": no_threads,
 }  # fmt: skip
 
@@ -360,6 +389,13 @@ def provoke(name: str) -> None:
             return checked if config.export_dtype == "float32" else dataclasses.replace(checked, limit=-1.0)
 
         export.load_back = differs
+    elif name == "full_disk_in_export":
+        from trainers.checkpoint import export
+
+        def full(*args: Any, **kwargs: Any) -> Any:
+            full_disk(None)
+
+        export.load_back = full  # what it writes is read back next
     elif name == "hub":
         from huggingface_hub import constants, hf_api
 

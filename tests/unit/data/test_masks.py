@@ -201,6 +201,13 @@ def test_a_template_that_never_ends_is_stopped(tmp_path, monkeypatch):
         encoder.encode([canonical(SYSTEM, "chat", {}, True)])
 
 
+def test_a_template_with_a_syntax_error_is_refused_once_and_not_for_plain_text(tmp_path):
+    encoder = Encoder.of(load(tmp_path, "{% for m in messages %}\n{{ m.content"), True)
+    with pytest.raises(ConfigError, match=r"cannot be compiled \(.+, line 2\): unexpected end of template, .+; repair"):
+        encoder.encode([canonical(SYSTEM, "chat", {}, True)] * 3)
+    assert isinstance(encoder.encode([Document(completion="fine")])[0], Encoded)
+
+
 def test_conversations_without_a_template_are_refused(tmp_path):
     encoder = Encoder.of(load(tmp_path, None), True)
     with pytest.raises(ConfigError, match="--chat_template"):

@@ -34,8 +34,12 @@ RULE_AND_CAUSE = {
     "SafetensorError: Error while deserializing header: incomplete metadata, file not fully covered":
         ("damaged_model", ""),
     "OSError: [Errno 28] No space left on device: '/runs/x'": ("disk_full", "The disk is full: '/runs/x'."),
-    "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory": ("", ""),
-    "ImportError: cannot import name 'x' from 'y' (/env/y.py)": ("", ""),
+    "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory":
+        ("missing_library", "A shared library cannot be loaded: libcudart.so.12."),
+    "ImportError: cannot import name 'x' from 'y' (/env/y.py)":
+        ("other_version", "The Python package y is of a version without x."),
+    "ImportError: cannot import name 'x' from partially initialized module 'y' (most likely due to a circular import)":
+        ("", ""),
     "ModuleNotFoundError: No module named 'x.y'": ("missing_package", "The Python package x.y is missing."),
     "PermissionError: [Errno 13] Permission denied: '/root/.triton/cache'":
         ("not_writable", "The system denies access: /root/.triton/cache."),

@@ -288,7 +288,8 @@ def test_a_verdict_is_the_last_line_or_none(text: str, verdict: str | None, scor
         ({"judge_url": "http://h", "judge_model": "m", "judge_price": "nan,1"}, "judge_price=nan,1 is not understood"),
         ({"judge_url": "http://h", "judge_model": "m", "judge_price": "1"}, "is not two numbers"),
         ({"judge_url": "http://h", "judge_model": "m", "judge_prompt": "/none"}, "judge_prompt=/none cannot be read"),
-        ({"judge_url": "http://h", "judge_model": "m", "judge_prompt": "/dev/null"}, "has the placeholders none"),
+        ({"judge_url": "http://h", "judge_model": "m", "judge_prompt": "/proc/version"}, "has the placeholders none"),
+        ({"judge_url": "http://h", "judge_model": "m", "judge_prompt": "/dev/null"}, "is not a regular file"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_before_anything_is_asked(values: dict[str, str], line: str) -> None:

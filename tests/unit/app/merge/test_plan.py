@@ -87,7 +87,7 @@ ADAPTERS, FULL = ("a1", "a2"), ("f1", "f2")
         (ADAPTERS, "--weights 1,nan", "--weights=1,nan is not a list of numbers"),
         (ADAPTERS, "--weights 1,1e999", "is not a list of numbers"),
         (ADAPTERS, "--weights 0,0", "--weights=0,0 has only zeros"),
-        (ADAPTERS, "--weights ''", "is not a list of numbers"),
+        (ADAPTERS, "--weights ''", "--weights has no value"),
         (ADAPTERS, "--method ties", "--density is missing"),
         (ADAPTERS, "--density 0.5", "--density=0.5 does not apply to method=cat"),
         (FULL, "--method dare_linear --density 0", "--density=0 is not a share"),

@@ -413,7 +413,7 @@ def test_errors_of_xet_are_explained_by_their_status(name: str, text: str, sente
         (("gone", "owner/tuned"), "gone"),
         (("mine@step-00000020", "owner/tuned"), "run mine has no export 'step-00000020'; push mine@model"),
         (("mine", "owner/tuned", "--base_model", "x"), "--base_model='x' is not a Hub id"),
-        (("mine", "owner/tuned", "--revision", ""), "--revision='' is not a name that git allows for a branch"),
+        (("mine", "owner/tuned", "--revision", ""), "--revision has no value; write --revision VALUE"),
         (("mine", "owner/tuned", "--revision", "a..b"), "--revision='a..b' is not a name"),
     ],
 )

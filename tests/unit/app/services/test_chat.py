@@ -141,6 +141,7 @@ def test_a_target_is_a_run_or_a_base_model(tmp_path: Path) -> None:
         {"name": "a", "weights": "step-00000099"}, {"name": "a", "weights": ["model"]}, {"name": "empty"},
         {"name": "a", "device": "0; x"}, {"name": "a", "device": "cuda"}, {"name": "out"},
         {"name": "a/b", "revision": "x y"}, {"name": "embedded", "weights": "model"},
+        {"name": "embedded", "revision": "main"}, {"name": "a", "revision": "main"},
     ],
 )  # fmt: skip
 def test_a_stranger_names_nothing_else(tmp_path: Path, wrong: dict[str, Any]) -> None:

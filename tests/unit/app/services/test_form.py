@@ -113,6 +113,15 @@ def test_a_mistake_stands_under_its_field(values: dict[str, Any], launch: dict[s
     assert all(len(str(one)) < 3000 and "\n" not in str(one) for one in shown.mistakes)
 
 
+def test_a_field_left_empty_is_none_in_the_command() -> None:
+    """As an empty argument the command line would refuse it."""
+    shown = preview({"eval_dataset_name": "", "max_train_samples": ""}, preset="tiny-lora")
+    assert shown.errors == {}
+    words = shlex.split(shown.command)
+    assert "" not in words
+    assert words[words.index("--eval_dataset_name") + 1] == "none"
+
+
 def test_all_mistakes_come_at_once() -> None:
     values = {"learning_rate": "abc", "packing": "x", "dataset_name": "/etc/passwd"}
     shown = preview(values, preset="tiny-lora", strategy="nope", num_processes="x", roots=[Path.cwd()])
