@@ -16,7 +16,7 @@ from trainers.data import json_rows, table_rows, text_rows
 from trainers.data.data_file import DataFile
 from trainers.data.shards import SHARD_BYTES, BadRow, FileShard, Item, unreadable
 
-_PACKED_SHARDS = 16
+PACKED_SHARDS = 16
 """Most shards of a local compressed file: reading each from its beginning costs half as many times the file in all."""
 _UNREADABLE = (OSError, ValueError, OverflowError, KeyError)
 """The last two are times that Python cannot represent and time zones that it does not know, in columnar files."""
@@ -104,7 +104,7 @@ def _empty(shard: FileShard) -> Iterator[Item]:
 
 def _file_shards(file: DataFile, sample_by: str, shard_bytes: int, columns: Mapping[str, str]) -> Iterator[FileShard]:
     if file.content_size is not None:  # each shard is read from the beginning of the file
-        parts = 1 if is_url(file.path) else _PACKED_SHARDS
+        parts = 1 if is_url(file.path) else PACKED_SHARDS
         shard_bytes = max(shard_bytes, -(-file.content_size // parts))
     if file.kind == "arrow":
         return table_rows.shard_mapped(file)

@@ -22,7 +22,7 @@ from tests.unit.data.test_remote import configured, hub, url_of
 from tests.unit.data.test_stream import texts
 from trainers.config.mistakes import ConfigError
 from trainers.config.options import TrainConfig
-from trainers.data import archives, packed, stream
+from trainers.data import archives, packed, sources, stream
 from trainers.data.prepare import prepare
 from trainers.data.stream import Stream, Window
 
@@ -82,7 +82,7 @@ def test_a_compressed_file_has_the_rows_of_the_plain_one(
     path.write_bytes(PACK[suffix](jsonl()))
     config = configured(str(path), tmp_path / "cache", streaming_window=100)
     assert documents(config) == plain
-    assert 3 <= len(Stream(config).shards) <= packed.PARTS
+    assert 3 <= len(Stream(config).shards) <= sources.PACKED_SHARDS
     assert not copies(tmp_path / "cache")
 
 
@@ -93,7 +93,7 @@ def test_a_large_file_has_few_shards_and_is_read_from_where_they_begin(
     path = tmp_path / "rows.jsonl.gz"
     path.write_bytes(gzip.compress(jsonl("")))
     config = configured(str(path), tmp_path / "cache")
-    assert len(Stream(config).shards) in (packed.PARTS - 1, packed.PARTS)
+    assert len(Stream(config).shards) in (sources.PACKED_SHARDS - 1, sources.PACKED_SHARDS)
     assert documents(config) == plain
 
 

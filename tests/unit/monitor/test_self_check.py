@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from torch import distributed
 
 from tests.families import config_for, save_small
 from trainers import build
 from trainers.monitor.self_check import DtypeProbe, Line, _communication, compare
+from trainers.parallel.ranks import Ranks
+from trainers.strategy.mesh import Mesh, MeshSizes
 from trainers.strategy.strategy import load_strategy
 
 
@@ -39,9 +42,9 @@ def test_a_single_process_has_none() -> None:
 def test_frozen_weights_need_a_reason(family: str, by_hand: bool, tmp_path: Path) -> None:
     """The biases of Ernie's routers are built frozen. Control: a weight of Llama that anything freezes is a fault."""
     config, strategy = config_for(save_small(tmp_path, family), packing=False), load_strategy("single")
-    accelerator, ranks, mesh = build.accelerator(config, strategy)
+    accelerator, mesh = Accelerator(), Mesh(MeshSizes())
     loss = build.module(config, main_rank=True)
-    backend, _ = build.backend(config, strategy, accelerator, ranks, mesh, loss)
+    backend, _ = build.backend(config, strategy, accelerator, Ranks(accelerator.device), mesh, loss)
     if by_hand:
         next(loss.model.parameters()).requires_grad_(False)
     with DtypeProbe(loss) as dtypes:

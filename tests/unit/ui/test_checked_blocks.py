@@ -45,7 +45,7 @@ class App:
             self.guard: Guard = asgi(
                 ServerContext(folder / "runs", (folder,), self.uploads), TrustedHosts("testserver"), None
             )
-        self.gradio = self.guard.app.app.routes[-1].app  # type: ignore[attr-defined]
+        self.gradio = self.guard.app.app.app.routes[-1].app  # type: ignore[attr-defined]
         self.blocks: CheckedBlocks = self.gradio.get_blocks()
         self.client = TestClient(self.guard)  # type: ignore[arg-type]
 
