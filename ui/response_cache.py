@@ -49,7 +49,7 @@ class ResponseCache:
     def _keep(self, key: tuple[str, str], messages: list[Message]) -> None:
         """Keeps a complete answer, if it is a file that was there and there is room for it."""
         size = _OVERHEAD + sum(map(len, key)) + sum(len(message.get("body", b"")) for message in messages)
-        if not messages or messages[0].get("status") != 200:
+        if key in self.answers or not messages or messages[0].get("status") != 200:
             return
         is_complete = messages[-1]["type"] == "http.response.body" and not messages[-1].get("more_body")
         if is_complete and size <= _MAX_ENTRY and self.bytes + size <= MAX_BYTES:

@@ -23,6 +23,7 @@ _SYNONYMS = {
 }
 _SPLITS = {word: split for split, synonyms in _SYNONYMS.items() for word in synonyms}
 _HEADER = re.compile(r"\A---[ \t]*\r?\n(.*?)^---[ \t]*$", re.DOTALL | re.MULTILINE)
+_HEADER_CHARACTERS = 1 << 20
 _CONFIGS = re.compile(r"^configs[ \t]*:", re.MULTILINE)
 _COUNTING = ("of", "part", "shard")  # train-00001-of-00005
 _SEPARATORS = re.compile(r"[\W\d_]+")
@@ -74,11 +75,12 @@ def has_configurations(folder: Path) -> bool:
         ConfigError: if that cannot be read.
     """
     readme = folder / "README.md"
-    try:
-        text = readme.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
+    if not readme.is_file():  # a pipe would block
         return False
-    except (OSError, ValueError) as error:
+    try:
+        with readme.open(encoding="utf-8-sig", errors="replace") as file:  # the text below may be of any encoding
+            text = file.read(_HEADER_CHARACTERS)
+    except OSError as error:
         raise unreadable(str(readme), error) from None
     header = _HEADER.match(text)
     if header is None or not _CONFIGS.search(header[1]):
@@ -116,8 +118,8 @@ def files_of_configuration(
         remedy = "set dataset_config_name, repair it, or name the data files"
         raise ConfigError(f"{option}: {readme} lists no such configuration: {reason}; {remedy}") from None
     data_files: dict[str, Any] = builder.config.data_files or {}
-    of_split = {known: files for known, files in data_files.items() if split in (known, _SPLITS.get(known))}
-    files = of_split.get(split) or next(iter(of_split.values()), None)
+    alike = [files for known, files in data_files.items() if _SPLITS.get(known, known) == _SPLITS.get(split, split)]
+    files = data_files.get(split) or next(iter(alike), None)
     if files is None:
         problem = f"its configuration {builder.config.name} has the splits {', '.join(map(str, data_files))}"
         raise ConfigError(f"{split_option}={split}: {readme} lists no such split; {problem}; set {split_option}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from datasets import load_dataset
 
@@ -36,7 +38,7 @@ def copy(tmp_path):
 @pytest.mark.parametrize(
     ("options", "config_name", "split"),
     [({"dataset_split": "train_sft"}, None, "train_sft"), ({"dataset_config_name": "other"}, "other", "train"),
-     ({"dataset_split": "eval"}, None, "validation")],
+     ({"dataset_split": "eval"}, None, "validation"), ({"dataset_split": "dev"}, None, "validation")],
 )  # fmt: skip
 def test_the_rows_are_those_that_datasets_loads(copy, tmp_path, options, config_name, split):
     names = names_of(configure(tmp_path, copy, **options))
@@ -92,6 +94,29 @@ def test_what_cannot_be_followed_is_refused(copy, tmp_path, header, options, pro
 def test_a_readme_without_configurations_changes_nothing(copy, tmp_path, text):
     (copy / "README.md").write_text(text)
     assert len(names_of(configure(tmp_path, copy))) == 5
+
+
+def test_a_readme_of_any_kind_changes_nothing(copy, tmp_path):
+    (copy / "README.md").write_bytes("# Café\n".encode("latin-1"))
+    assert len(names_of(configure(tmp_path, copy))) == 5
+    (copy / "README.md").unlink()
+    os.mkfifo(copy / "README.md")
+    assert len(names_of(configure(tmp_path, copy))) == 5
+
+
+def test_a_snapshot_of_the_hub_s_cache_is_followed(copy, tmp_path):
+    """Its files are links to others, below a hidden folder; its lines may end as those of Windows."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / ".cache" / "snapshots" / "0f"
+    copy.rename(blobs)
+    (blobs / "README.md").write_bytes(HEADER.replace("\n", "\r\n").encode())
+    for file in [path for path in blobs.rglob("*") if path.is_file()]:
+        link = snapshot / file.relative_to(blobs)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(os.path.relpath(file, link.parent))
+    (tmp_path / "link").symlink_to(snapshot)
+    for folder in (snapshot, tmp_path / "link"):
+        config = configure(tmp_path, folder, dataset_split="train_sft")
+        assert names_of(config) == ["data/a-1.jsonl", "data/a-2.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["data", "old.jsonl", "*.jsonl", "embedded"])

@@ -53,9 +53,9 @@ def test_a_file_is_asked_for_once_in_each_encoding_and_comes_back_as_it_was() ->
     assert (b"x-encoding", b"plain") in get(cache)[0]["headers"]
     assert get(cache, "/assets/b-2.css")[1]["body"] == b"/assets/b-2.css"
     assert files.requests == 3
-    named = [get(cache, "/static/js/a.js") for _ in range(2)]  # its name says nothing of its content
+    answers = [get(cache, "/static/js/a.js") for _ in range(2)]  # its name says nothing of its content
     assert files.requests == 4
-    assert not any(name == b"cache-control" for name, _ in named[1][0]["headers"])
+    assert not any(name == b"cache-control" for name, _ in answers[1][0]["headers"])
 
 
 @pytest.mark.parametrize(

@@ -115,11 +115,11 @@ def test_a_mistake_stands_under_its_field(values: dict[str, Any], launch: dict[s
 
 def test_a_field_left_empty_is_none_in_the_command() -> None:
     """As an empty argument the command line would refuse it."""
-    shown = preview({"eval_dataset_name": "", "max_train_samples": ""}, preset="tiny-lora")
-    assert shown.errors == {}
-    words = shlex.split(shown.command)
-    assert "" not in words
-    assert words[words.index("--eval_dataset_name") + 1] == "none"
+    form = preview({"eval_dataset_name": "", "max_train_samples": ""}, preset="tiny-lora")
+    assert form.errors == {}
+    argv = shlex.split(form.command)
+    assert "" not in argv
+    assert argv[argv.index("--eval_dataset_name") + 1] == "none"
 
 
 def test_all_mistakes_come_at_once() -> None:
